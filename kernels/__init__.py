@@ -1,1 +1,24 @@
+"""The routes of the normal form on plain arrays: for each op a reference and a Pallas twin."""
 
+from scute_jax.kernels.block_rotate import block_rotate, scale_input
+from scute_jax.kernels.dispatch import Implementation
+from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors
+from scute_jax.kernels.segmented_expand import segmented_expand
+from scute_jax.kernels.segmented_shrink import segmented_shrink
+from scute_jax.kernels.shared_factors import shared_factors
+from scute_jax.kernels.tiles import Tiles, make_tiles
+
+__all__ = [
+    "Implementation",
+    "LowRank",
+    "Rotation",
+    "Shared",
+    "Tiles",
+    "Vectors",
+    "block_rotate",
+    "make_tiles",
+    "scale_input",
+    "segmented_expand",
+    "segmented_shrink",
+    "shared_factors",
+]

@@ -1,8 +1,22 @@
 """scute_jax: adapters of every common PEFT method in one batch over one frozen base, exactly."""
 
+from scute_jax.apply import SiteParams, apply_normal_form, site_params
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.segments import Segments, segments
 from scute_jax.stack import stack
 
-__all__ = ["Adapter", "AdapterError", "NormalForm", "Term", "fold", "stack"]
+__all__ = [
+    "Adapter",
+    "AdapterError",
+    "NormalForm",
+    "Segments",
+    "SiteParams",
+    "Term",
+    "apply_normal_form",
+    "fold",
+    "segments",
+    "site_params",
+    "stack",
+]

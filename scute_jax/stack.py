@@ -19,9 +19,7 @@ from scute_jax.identity import content_version
 from scute_jax.normal_form import Adapter, NormalForm, Term
 
 
-def stack(
-    first: NormalForm | Adapter, second: NormalForm | Adapter
-) -> NormalForm | Adapter:
+def stack(first: NormalForm | Adapter, second: NormalForm | Adapter) -> NormalForm | Adapter:
     """`second` applied to the output of `first`, folded.
 
     Two normal forms give the normal form of their site; two adapters give the adapter that holds

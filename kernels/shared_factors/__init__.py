@@ -1,0 +1,3 @@
+from scute_jax.kernels.shared_factors.api import shared_factors
+
+__all__ = ["shared_factors"]

@@ -1,0 +1,135 @@
+"""One site, many adapters: the base product and the three routes around it."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from scute_jax.kernels import (
+    Implementation,
+    block_rotate,
+    scale_input,
+    segmented_expand,
+    segmented_shrink,
+    shared_factors,
+)
+from scute_jax.kernels.precision import precision
+from scute_jax.normal_form import NormalForm
+from scute_jax.segments import Segments
+from scute_jax.slots import SiteSlots, pack_site
+
+
+@struct.dataclass
+class SiteParams:
+    """One projection with the slots of the adapters that are resident there.
+
+    Invariants: `bias` belongs to the frozen projection; base rows get x W + bias.
+    """
+
+    W: Float[Array, "d_in d_out"]
+    bias: Float[Array, "d_out"] | None
+    slots: SiteSlots
+
+
+def site_params(
+    W: Float[Array, "d_in d_out"],
+    forms: Sequence[NormalForm],
+    bias: Float[Array, "d_out"] | None = None,
+) -> SiteParams:
+    """The params of one site from its frozen W and the normal forms of adapters 0 .. K-1.
+
+    Differentiable with respect to W, bias and every array of the forms. The pools are kept in the
+    dtype of W; c, d, e of terms whose factors an adapter owns are folded into the factors first.
+    Raises: ValueError naming form and slot if a shape does not fit W.
+    """
+    if W.ndim != 2:
+        raise ValueError(f"W must be a matrix [d_in, d_out], got shape {tuple(W.shape)}.")
+    d_in, d_out = W.shape
+    if bias is not None and tuple(bias.shape) != (d_out,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, but W {W.shape} needs ({d_out},).")
+    return SiteParams(W=W, bias=bias, slots=pack_site(forms, d_in, d_out, W.dtype))
+
+
+def apply_normal_form(
+    params: SiteParams,
+    x: Float[Array, "t d_in"],
+    seg: Segments,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "t d_out"]:
+    """F_a(x) for each row, a = the adapter that `seg` names for it; base(x) for base rows.
+
+        F(x) = base(x R) * s + b + sum_k c_k (((x A_k) * d_k) B_k * e_k)
+
+    Works under jit; differentiable in x and in every slot. Rows never influence each other.
+    Dtypes: float32 accumulation; the result has the dtype of x.
+    Raises: ValueError if x does not fit the site or the segments.
+    """
+    return apply_fused((params,), x, seg, implementation=implementation)[0]
+
+
+def apply_fused(
+    params: tuple[SiteParams, ...],
+    x: Float[Array, "t d_in"],
+    seg: Segments,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "t d_out"], ...]:
+    """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches."""
+    _check(params, x, seg)
+    x = seg.sort(x)
+    slots = [site.slots for site in params]
+    tiles, how = seg.tiles, {"implementation": implementation}
+    low = segmented_shrink(x, tuple(s.factors for s in slots), tiles, **how)
+    h = tuple(_base(site, _transform(x, site.slots, tiles, how)) for site in params)
+    h = segmented_expand(
+        h,
+        low,
+        tuple(s.factors for s in slots),
+        tuple(s.scale for s in slots),
+        tuple(s.shift for s in slots),
+        tiles,
+        **how,
+    )
+    y = tuple(
+        h_i if s.shared is None else shared_factors(h_i, x, s.shared, seg.slot, **how)
+        for h_i, s in zip(h, slots, strict=True)
+    )
+    return tuple(seg.unsort(y_i) for y_i in y)
+
+
+def _transform(x, slots: SiteSlots, tiles, how) -> Float[Array, "t d_in"]:
+    """x R of each row's adapter, which has one R: at most one of these passes changes a row."""
+    for rotation in slots.rotations:
+        x = block_rotate(x, rotation, tiles, **how)
+    if slots.input_scale is not None:
+        x = scale_input(x, slots.input_scale, tiles, **how)
+    return x
+
+
+def _base(site: SiteParams, x: Float[Array, "t d_in"]) -> Float[Array, "t d_out"]:
+    dtype = jnp.promote_types(x.dtype, site.W.dtype)
+    h = jnp.dot(
+        x.astype(dtype),
+        site.W.astype(dtype),
+        precision=precision(dtype),
+        preferred_element_type=dtype if site.bias is None else jnp.float32,
+    )
+    if site.bias is not None:
+        h = h + site.bias.astype(h.dtype)[None, :]
+    return h.astype(x.dtype)
+
+
+def _check(params: tuple[SiteParams, ...], x: Array, seg: Segments) -> None:
+    for site in params:
+        if x.ndim != 2 or x.shape[1] != site.W.shape[0]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but the site needs [rows, {site.W.shape[0]}]; "
+                "flatten batch and sequence axes into rows."
+            )
+    if x.shape[0] != seg.slot.shape[0]:
+        raise ValueError(
+            f"x has {x.shape[0]} rows, but the segments were made for {seg.slot.shape[0]}; "
+            "give segments() one adapter id per row."
+        )

@@ -1,0 +1,372 @@
+"""The adapter bank: K adapters resident on the device, exchanged without recompiling.
+
+The arrays are pools of fixed shapes (`bank.slots`, site -> SiteSlots) that compiled steps take as
+an argument. The host keeps the books of which entries are free and writes whole entries; an adapter
+that leaves is unnamed in every table, so that nothing of it can be read again.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from scute_jax.capacity import BankCapacity, pair_ranks, site_use
+from scute_jax.errors import AdapterError
+from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
+from scute_jax.normal_form import Adapter, NormalForm
+from scute_jax.slots import SiteSlots, check_form, input_vector, rotation_offset, shared_vectors
+
+# An array of the bank is named by where it belongs and what it holds: ("layers.0.mlp.up_proj", "A")
+# or, for the shared pairs, (their width, "pair_A"). A write is one entry of it: (index, value).
+Key = tuple[Any, str]
+Writes = dict[Key, list[tuple[int, np.ndarray]]]
+
+
+class BankFull(AdapterError):
+    """The adapter does not fit beside those that are resident; clear one and insert again."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """What the bank holds of one adapter: its entries in the pools of each site, and its pairs."""
+
+    entries: Mapping[str, Mapping[str, tuple[int, ...]]]
+    pairs: frozenset[str]
+
+
+class AdapterBank:
+    """K adapters on the device, one per slot 0 .. K-1.
+
+    `slots` changes its arrays with every insert, replace and clear, never their shapes. The arrays
+    handed out before are donated to the write: take `slots` anew for each step.
+    """
+
+    def __init__(
+        self,
+        widths: Mapping[str, tuple[int, int]],
+        capacity: BankCapacity,
+        dtype: jnp.dtype = jnp.float32,
+    ):
+        """An empty bank. `widths` gives (d_in, d_out) of the sites named in the capacity."""
+        self.capacity, self.dtype = capacity, jnp.dtype(dtype)
+        self._widths = {site: widths[site] for site in capacity.sites}
+        self._arrays = dict(_empty_arrays(self._widths, capacity, self.dtype))
+        self._free = {site: _all_entries(use) for site, use in capacity.sites.items()}
+        self._residents: list[Resident | None] = [None] * capacity.adapters
+        self._pairs: list[str | None] = [None] * capacity.pairs
+
+    @property
+    def slots(self) -> dict[str, SiteSlots]:
+        """The pools and tables of every site, as compiled steps take them."""
+        return {site: _site_slots(self._arrays, site, self._widths[site]) for site in self._widths}
+
+    @property
+    def free(self) -> list[int]:
+        """The slots that hold no adapter."""
+        return [k for k, resident in enumerate(self._residents) if resident is None]
+
+    def insert(self, adapter: Adapter) -> int:
+        """Makes a folded adapter resident and returns its slot.
+
+        Raises: BankFull if no slot or no room is free; AdapterError if it can never fit.
+        """
+        if not self.free:
+            raise BankFull(f"all {self.capacity.adapters} slots of the bank are taken.")
+        self._check(adapter, None)
+        slot = self.free[0]
+        self._write(slot, adapter)
+        return slot
+
+    def replace(self, slot: int, adapter: Adapter) -> None:
+        """Puts another adapter into a taken slot. Raises as `insert`; then the old one stays."""
+        self._check(adapter, self._resident(slot))
+        self._release(slot)
+        self._write(slot, adapter)
+
+    def clear(self, slot: int) -> None:
+        """Frees a slot. Rows that name it from now on compute the base model."""
+        self._resident(slot)
+        self._release(slot)
+        self._put(self._table_writes(slot, {}, {}))
+
+    def _resident(self, slot: int) -> Resident:
+        resident = self._residents[slot] if 0 <= slot < self.capacity.adapters else None
+        if resident is None:
+            raise ValueError(f"slot {slot} of the bank holds no adapter.")
+        return resident
+
+    def _check(self, adapter: Adapter, leaving: Resident | None) -> None:
+        """Raises unless the adapter fits once `leaving` has gone. Changes nothing."""
+        for site, form in adapter.sites.items():
+            if site not in self._widths:
+                raise AdapterError(f"{site}: the bank has no room at this site; grow the bank.")
+            check_form(form, *self._widths[site], site)
+            use, total = site_use(form, self.capacity.page), self.capacity.sites[site]
+            most = (self.capacity.width[site], self.capacity.terms)
+            if not use.fits(total) or use.pages > most[0] or use.shared_terms > most[1]:
+                raise AdapterError(
+                    f"{site}: the adapter takes {use}, but the bank was made for {total} in all, "
+                    f"and for {most[0]} pages and {most[1]} shared terms of one adapter; grow it."
+                )
+            back = {} if leaving is None else leaving.entries.get(site, {})
+            for kind, count in use.entries().items():
+                free = len(self._free[site][kind]) + len(back.get(kind, ()))
+                if count > free:
+                    raise BankFull(f"{site}: {count} entries of {kind} needed, {free} free.")
+        self._check_pairs(pair_ranks(adapter), leaving)
+
+    def _check_pairs(self, ranks: Mapping[str, int], leaving: Resident | None) -> None:
+        most = self.capacity.pair_pages * self.capacity.page
+        if len(ranks) > self.capacity.pairs or max(ranks.values(), default=0) > most:
+            raise AdapterError(
+                f"the adapter uses {len(ranks)} shared pairs of rank {max(ranks.values())}, but "
+                f"the bank was made for {self.capacity.pairs} of rank {most}; grow it."
+            )
+        used = self._used_pairs(leaving) | set(ranks)
+        if len(used) > self.capacity.pairs:
+            raise BankFull(f"{len(used)} shared pairs needed, room for {self.capacity.pairs}.")
+
+    def _used_pairs(self, leaving: Resident | None = None) -> set[str]:
+        staying = (r for r in self._residents if r is not None and r is not leaving)
+        return {key for resident in staying for key in resident.pairs}
+
+    def _release(self, slot: int) -> None:
+        for site, kinds in self._resident(slot).entries.items():
+            for kind, entries in kinds.items():
+                self._free[site][kind].extend(entries)
+        self._residents[slot] = None
+        used = self._used_pairs()
+        self._pairs = [key if key in used else None for key in self._pairs]
+
+    def _write(self, slot: int, adapter: Adapter) -> None:
+        entries = {}
+        for site, form in adapter.sites.items():
+            counts, free = site_use(form, self.capacity.page).entries(), self._free[site]
+            entries[site] = {
+                kind: tuple(free[kind].pop() for _ in range(n)) for kind, n in counts.items()
+            }
+        self._residents[slot] = Resident(entries, frozenset(pair_ranks(adapter)))
+        self._put_pairs(adapter)
+        self._put(self._entry_writes(adapter, entries))
+        self._put(self._table_writes(slot, adapter.sites, entries))
+
+    def _put_pairs(self, adapter: Adapter) -> None:
+        """Brings the pairs that are not resident yet: A once per d_in, B once per d_out."""
+        for key in pair_ranks(adapter):
+            if key in self._pairs:
+                continue
+            p = self._pairs.index(None)
+            self._pairs[p] = key
+            writes: Writes = {}
+            for site, form in adapter.sites.items():
+                d_in, d_out = self._widths[site]
+                for term in (term for term in form.terms if term.pair == key):
+                    for array, rows in (
+                        ((d_in, "pair_A"), np.asarray(term.A).T),
+                        ((d_out, "pair_B"), term.B),
+                    ):
+                        if array not in writes:
+                            pages = enumerate(
+                                self._paged(np.asarray(rows)), p * self.capacity.pair_pages
+                            )
+                            writes[array] = list(pages)
+                    writes[0, "pair_rank"] = [(p, np.int32(term.rank))]
+            self._put(writes)
+
+    def _entry_writes(self, adapter: Adapter, entries: Mapping) -> Writes:
+        writes: Writes = defaultdict(list)
+        for site, form in adapter.sites.items():
+            for kind, values in _entries(form, self._widths[site][1]).items():
+                if kind == "pages":
+                    for side, rows in zip("AB", values, strict=True):
+                        pages = self._paged(rows)
+                        writes[site, side] = list(zip(entries[site][kind], pages, strict=True))
+                elif kind == "shared":
+                    width = self.capacity.pair_pages * self.capacity.page
+                    for place, (d, e) in zip(entries[site][kind], values, strict=True):
+                        d = np.pad(d, (0, width - len(d)))
+                        writes[site, "d"].append((place, d.astype(self.dtype)))
+                        writes[site, "e"].append((place, e.astype(self.dtype)))
+                else:
+                    writes[site, kind] = [(entries[site][kind][0], values.astype(self.dtype))]
+        return writes
+
+    def _table_writes(self, slot: int, sites: Mapping[str, NormalForm], entries: Mapping) -> Writes:
+        """Row `slot` of every table of every site; what the adapter does not have reads 'none'."""
+        writes: Writes = {}
+        for site in self._widths:
+            held, form = entries.get(site, {}), sites.get(site, NormalForm())
+            for key in (key for key in self._arrays if key[0] == site):
+                row = self._table_row(key[1], self._arrays[key].shape[1:], held, form)
+                if row is not None:
+                    writes[key] = [(slot, row)]
+        return writes
+
+    def _table_row(self, kind: str, shape: tuple, held: Mapping, form: NormalForm):
+        if kind == "rank":
+            return np.int32(form.rank)
+        if kind == "table":
+            return _filled(shape, 0, held.get("pages", ()))
+        if kind == "shared_row":
+            return _filled(shape, -1, held.get("shared", ()))
+        if kind == "shared_pair":
+            pairs = [self._pairs.index(term.pair) for term in form.terms if term.pair is not None]
+            return _filled(shape, 0, pairs)
+        if kind.endswith("_row"):
+            return np.int32(next(iter(held.get(kind.removesuffix("_row"), ())), -1))
+        return None
+
+    def _paged(self, rows: np.ndarray) -> np.ndarray:
+        page = self.capacity.page
+        rows = np.pad(rows, ((0, -len(rows) % page), (0, 0))).astype(self.dtype)
+        return rows.reshape(-1, page, rows.shape[1])
+
+    def _put(self, writes: Writes) -> None:
+        """Carries out the writes, all arrays of one kind in one call, entry by entry."""
+        kinds = defaultdict(list)
+        for key in writes:
+            kinds[key[1]].append(key)
+        for kind in kinds:
+            keys = [key for key in self._arrays if key[1] == kind]
+            rounds = max(len(writes.get(key, ())) for key in keys)
+            for i in range(rounds):
+                now = [writes[k][i] if i < len(writes.get(k, ())) else None for k in keys]
+                arrays = [self._arrays[key] for key in keys]
+                index = [
+                    a.shape[0] if w is None else w[0] for a, w in zip(arrays, now, strict=True)
+                ]
+                values = [
+                    _zeros(a.shape[1:], a.dtype) if w is None else w[1]
+                    for a, w in zip(arrays, now, strict=True)
+                ]
+                written = _put_entries(arrays, np.asarray(index, np.int32), values)
+                self._arrays.update(zip(keys, written, strict=True))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_entries(arrays: list[Array], index: Array, values: list[Array]) -> list[Array]:
+    """arrays[i] with entry index[i] replaced by values[i]; an index past the end writes nothing."""
+    pairs = enumerate(zip(arrays, values, strict=True))
+    return [array.at[index[i]].set(value, mode="drop") for i, (array, value) in pairs]
+
+
+_ZEROS: dict[tuple, Array] = {}
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """The value of a write that writes nothing, kept on the device."""
+    key = (shape, jnp.dtype(dtype))
+    if key not in _ZEROS:
+        _ZEROS[key] = jnp.zeros(shape, dtype)
+    return _ZEROS[key]
+
+
+def _entries(form: NormalForm, d_out: int) -> dict[str, Any]:
+    """The numbers of each entry that a folded form takes, by kind."""
+    owned = [term for term in form.terms if term.pair is None and term.rank]
+    shared = [term for term in form.terms if term.pair is not None]
+    vectors = {
+        "scale": None if form.s is None else np.asarray(form.s) - 1,
+        "shift": form.b,
+        "input": input_vector(form),
+    }
+    R = rotation_offset(form)
+    if R is not None:
+        vectors[f"rotation{R.shape[-1]}"] = R
+    entries: dict[str, Any] = {k: np.asarray(v) for k, v in vectors.items() if v is not None}
+    if owned:
+        A = np.concatenate([np.asarray(term.A).T for term in owned])
+        entries["pages"] = (A, np.concatenate([np.asarray(term.B) for term in owned]))
+    if shared:
+        both = [shared_vectors(term, d_out) for term in shared]
+        entries["shared"] = [(np.asarray(d), np.asarray(e)) for d, e in both]
+    return entries
+
+
+def _filled(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
+    row = np.full(shape, rest, np.int32)
+    row[: len(values)] = values
+    return row
+
+
+def _all_entries(use) -> dict[str, list[int]]:
+    return {kind: list(range(count)) for kind, count in use.entries().items()}
+
+
+def _empty_arrays(
+    widths: Mapping[str, tuple[int, int]], capacity: BankCapacity, dtype: jnp.dtype
+) -> Iterator[tuple[Key, Array]]:
+    """The arrays of an empty bank: pools of zeros, and tables in which nobody has anything."""
+    K, page = capacity.adapters, capacity.page
+
+    def table(*shape: int, fill: int = 0) -> Array:
+        return jnp.full(shape, fill, jnp.int32)
+
+    for site, (d_in, d_out) in widths.items():
+        use = capacity.sites[site]
+        if use.pages:
+            yield (site, "A"), jnp.zeros((use.pages, page, d_in), dtype)
+            yield (site, "B"), jnp.zeros((use.pages, page, d_out), dtype)
+            yield (site, "table"), table(K, capacity.width[site])
+            yield (site, "rank"), table(K)
+        widths_of = {"scale": (d_out,), "shift": (d_out,), "input": (d_in,)}
+        widths_of |= {f"rotation{m}": (d_in // m, m, m) for m in use.rotations}
+        for kind, count in use.entries().items():
+            if kind in widths_of:
+                yield (site, kind), jnp.zeros((count, *widths_of[kind]), dtype)
+                yield (site, f"{kind}_row"), table(K, fill=-1)
+        if use.shared_terms:
+            rank = capacity.pair_pages * page
+            yield (site, "d"), jnp.zeros((use.shared_terms, rank), dtype)
+            yield (site, "e"), jnp.zeros((use.shared_terms, d_out), dtype)
+            yield (site, "shared_row"), table(K, capacity.terms, fill=-1)
+            yield (site, "shared_pair"), table(K, capacity.terms)
+    sharing = [widths[site] for site, use in capacity.sites.items() if use.shared_terms]
+    pages = capacity.pairs * capacity.pair_pages
+    for d_in in dict.fromkeys(d_in for d_in, _ in sharing):
+        yield (d_in, "pair_A"), jnp.zeros((pages, page, d_in), dtype)
+    for d_out in dict.fromkeys(d_out for _, d_out in sharing):
+        yield (d_out, "pair_B"), jnp.zeros((pages, page, d_out), dtype)
+    if sharing:
+        yield (0, "pair_table"), jnp.arange(pages, dtype=jnp.int32).reshape(capacity.pairs, -1)
+        yield (0, "pair_rank"), table(capacity.pairs)
+
+
+def _site_slots(arrays: Mapping[Key, Array], site: str, widths: tuple[int, int]) -> SiteSlots:
+    """The arrays of one site as the kernels read them."""
+
+    def vectors(kind: str) -> Vectors | None:
+        values = arrays.get((site, kind))
+        return None if values is None else Vectors(values, arrays[site, f"{kind}_row"])
+
+    rotations = sorted(
+        (
+            key[1]
+            for key in arrays
+            if key[0] == site and key[1].startswith("rotation") and not key[1].endswith("_row")
+        ),
+        key=lambda kind: int(kind.removeprefix("rotation")),
+    )
+    factors = shared = None
+    if (site, "A") in arrays:
+        factors = LowRank(*(arrays[site, kind] for kind in ("A", "B", "table", "rank")))
+    if (site, "d") in arrays:
+        sides = arrays[widths[0], "pair_A"], arrays[widths[1], "pair_B"]
+        pairs = LowRank(*sides, arrays[0, "pair_table"], arrays[0, "pair_rank"])
+        shared = Shared(pairs, *(arrays[site, k] for k in ("d", "e", "shared_row", "shared_pair")))
+    return SiteSlots(
+        factors=factors,
+        scale=vectors("scale"),
+        shift=vectors("shift"),
+        input_scale=vectors("input"),
+        rotations=tuple(
+            Rotation(arrays[site, kind], arrays[site, f"{kind}_row"]) for kind in rotations
+        ),
+        shared=shared,
+    )

@@ -1,0 +1,79 @@
+"""Segments: which rows of a batch belong to which adapter, worked out once per step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from scute_jax.kernels.tiles import Tiles, make_tiles
+
+
+@struct.dataclass
+class Segments:
+    """The rows of a batch grouped by adapter. Base rows (-1) come first, then adapter 0, 1, ...
+
+    Invariants: slot is non-decreasing; order is a permutation of the rows, or None if the rows
+    are handed over in that order already.
+    """
+
+    slot: Int[Array, "t"]  # adapter of each sorted row, -1 = base row
+    order: Int[Array, "t"] | None  # order[i] = the row of x that is sorted row i
+    tiles: Tiles
+    num_adapters: int = struct.field(pytree_node=False)
+
+    def sort(self, x: Array) -> Array:
+        """The rows of x in the order of the segments."""
+        return x if self.order is None else jnp.take(x, self.order, axis=0)
+
+    def unsort(self, y: Array) -> Array:
+        """The inverse of `sort`."""
+        if self.order is None:
+            return y
+        return jnp.zeros_like(y).at[self.order].set(y, unique_indices=True)
+
+
+def segments(
+    adapter_ids: Int[Array, "t"],
+    num_adapters: int,
+    *,
+    presorted: bool = False,
+    tile: int | None = None,
+) -> Segments:
+    """Segments of rows that use adapter adapter_ids[i], -1 = base model. Works inside jit.
+
+    `presorted` promises that the ids are non-decreasing; no row is then moved. `tile` is the number
+    of rows in a tile; None chooses it from the shapes.
+    Raises: ValueError if concrete ids lie outside [-1, num_adapters) or break the promise.
+    Undefined: the same of ids that are traced.
+    """
+    if not isinstance(adapter_ids, jax.core.Tracer):
+        _check(np.asarray(adapter_ids), num_adapters, presorted)
+    ids = jnp.asarray(adapter_ids, jnp.int32)
+    order = None if presorted else jnp.argsort(ids, stable=True).astype(jnp.int32)
+    slot = ids if order is None else ids[order]
+    size = tile_rows(ids.shape[0], num_adapters) if tile is None else tile
+    tiles = make_tiles(slot, max(num_adapters, 1), size)
+    return Segments(slot=slot, order=order, tiles=tiles, num_adapters=num_adapters)
+
+
+def tile_rows(num_rows: int, num_adapters: int) -> int:
+    """Rows per tile: 1 when most segments hold few rows, more when tiles would be well filled."""
+    per_adapter = num_rows // max(num_adapters, 1)
+    return next((size for size in (64, 32, 16) if per_adapter >= size), 1)
+
+
+def _check(ids: np.ndarray, num_adapters: int, presorted: bool) -> None:
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"adapter_ids must be a vector of integers, got {ids.dtype}{ids.shape}; "
+            "give one id per row of x, -1 for rows of the base model."
+        )
+    outside = np.flatnonzero((ids < -1) | (ids >= num_adapters))
+    if outside.size:
+        raise ValueError(
+            f"adapter_ids[{outside[0]}] is {ids[outside[0]]}, but there are {num_adapters} "
+            f"adapters; ids run from -1 (base) to {num_adapters - 1}."
+        )
+    if presorted and np.any(np.diff(ids) < 0):
+        raise ValueError("presorted=True needs adapter_ids in non-decreasing order.")
