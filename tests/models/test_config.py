@@ -118,9 +118,7 @@ def test_a_config_is_hashable_and_read_fields_are_not_also_ignored():
 
 @pytest.mark.parametrize("theta", [10000.0, 100000.0, 500000.0, 1000000, 12345.6])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
-@pytest.mark.parametrize(
-    "scaling", [None, {"rope_type": "linear", "factor": 3.7}, LLAMA3], ids=["default", "linear", "llama3"]
-)  # fmt: skip
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 3.7}, LLAMA3])
 def test_frequencies_equal_transformers(theta, head_dim, scaling):
     fields = {**TINY, "head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling}
     theirs = transformers.LlamaConfig.from_dict(json.loads(json.dumps(fields)))
