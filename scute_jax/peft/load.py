@@ -1,0 +1,157 @@
+"""A PEFT checkpoint as an adapter: folder -> normal forms, whole or not at all.
+
+open the files -> find the method -> place the keys at the base's modules -> resolve the targets
+-> one normal form per site -> refuse what is missing or left over -> fold, version
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+
+from scute_jax.errors import AdapterError
+from scute_jax.fold import fold
+from scute_jax.identity import content_version
+from scute_jax.normal_form import Adapter, NormalForm
+from scute_jax.peft.arrays import HashedArrays
+from scute_jax.peft.base import EMBEDDING, Base
+from scute_jax.peft.checkpoint import open_checkpoint
+from scute_jax.peft.names import PREFIX, place, some
+from scute_jax.peft.registry import Method, method_of
+from scute_jax.peft.replaced import bias_shifts, check_copies, refuse_embedding, refuse_fields
+from scute_jax.peft.site import Reading, Site
+from scute_jax.peft.targets import targeted
+from scute_jax.peft.weights import BaseWeights
+from scute_jax.slots import check_form
+
+
+def load_peft(
+    path: str | PathLike,
+    config: Any,
+    params: Any = None,
+    *,
+    key_map: Mapping[str, str] | None = None,
+) -> Adapter:
+    """The adapter in a folder that PEFT saved, for the base that `config` describes.
+
+    `config` is the base's config.json as a dict or any object with its fields. `params` are the
+    base's weights (models.params.LlamaParams, a mapping of Hugging Face tensor names to arrays, or
+    the model's folder); only methods whose normal form depends on them look at them. `key_map`
+    renames modules (pattern -> replacement) in files of trainers that call them differently.
+    Nothing is downloaded: base_model_name_or_path is a hint for people.
+
+    Dtypes: the arrays of the result are numpy float32, as PEFT itself computes adapters.
+    Raises: AdapterError for a checkpoint that is damaged, incomplete, made for another base, or
+    not understood in full; ValueError if `config` describes no model that is served.
+    """
+    base = Base.from_config(config)
+    options, tensors = open_checkpoint(path)
+    method = method_of(options)
+    names = place(tensors.shapes, base, tensors.path, key_map)
+    reading = Reading(options, tensors, names, base, BaseWeights(params, base), targets=())
+    refuse_fields(reading, method)
+    targets = set(targeted(options, base))
+    if EMBEDDING in targets:
+        refuse_embedding(reading)
+    reading.targets = tuple(p for p in base.projections if p.module in targets)
+    check_copies(reading)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by name
+        forms = _forms(reading, method)
+        _refuse_incomplete(reading, method)
+        sites = {name: _on_host(form, name, reading) for name, form in forms.items()}
+    return Adapter(
+        sites=sites,
+        method=method.name,
+        version=content_version(_content(sites)),
+        metadata=(
+            ("peft_type", method.peft_type),
+            ("config", json.dumps(dict(options.fields), sort_keys=True)),
+            ("notes", tuple(reading.notes)),
+            *((name, HashedArrays(arrays)) for name, arrays in reading.kept.items()),
+        ),
+    )
+
+
+def _forms(reading: Reading, method: Method) -> dict[str, NormalForm]:
+    """Site -> normal form as the method gives it, with replaced biases added."""
+    forms = {}
+    for projection in reading.targets:
+        try:
+            forms[projection.site] = method.form(Site(reading, projection))
+        except AdapterError:
+            # Zeros stand in for what is missing: what a method says of them is not the news.
+            if not reading.missing:
+                raise
+    for site, shift in bias_shifts(reading, method).items():
+        form = forms.get(site, NormalForm())
+        forms[site] = form.replace(b=shift if form.b is None else form.b + shift)
+    return forms
+
+
+def _refuse_incomplete(reading: Reading, method: Method) -> None:
+    """Raises AdapterError with all that is missing, all tensors and all fields that nobody used."""
+    path, problems = reading.tensors.path, []
+    left = [key for key in reading.tensors.shapes if key not in reading.used]
+    if reading.missing:
+        problems.append(f"{len(reading.missing)} tensor(s) missing: {some(reading.missing)}")
+    if left:
+        problems.append(f"{len(left)} tensor(s) of no use: {some(left)}")
+    if problems:
+        modules = some((PREFIX + p.module for p in reading.targets), 3)
+        raise AdapterError(
+            f"{path}: {'; '.join(problems)}. The config adapts {modules}. A checkpoint is served "
+            "whole or not at all: restore what is missing, and drop or explain (target_modules) "
+            "what is of no use."
+        )
+    fields = reading.options.unexplained(method.inert)
+    if fields:
+        shown = ", ".join(f"{name}={reading.options.fields[name]!r:.60}" for name in fields[:5])
+        raise AdapterError(
+            f"{reading.options.path}: {len(fields)} field(s) of unknown meaning: {shown}. They may "
+            "change the function of the adapter; remove those that do not."
+        )
+
+
+def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
+    """The folded form with numpy float32 arrays, checked to fit the site and to be finite."""
+    widths = next((p.d_in, p.d_out) for p in reading.base.projections if p.site == name)
+    check_form(form, *widths, name)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        form = fold(form)
+    terms = tuple(
+        t.replace(A=_array(t.A), B=_array(t.B), d=_array(t.d), e=_array(t.e)) for t in form.terms
+    )
+    form = NormalForm(R=_array(form.R), s=_array(form.s), b=_array(form.b), terms=terms)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(form):
+        if not np.isfinite(leaf).all():
+            raise AdapterError(
+                f"{reading.tensors.path}: {name}: {jax.tree_util.keystr(path)} of the normal form "
+                "is not finite; the factors or the scale of this adapter exceed float32."
+            )
+    return form
+
+
+def _array(slot: Any) -> np.ndarray | None:
+    """The slot as numpy float32: the very array, views included, if it is that already."""
+    return None if slot is None else np.asarray(slot, np.float32)
+
+
+def _content(sites: Mapping[str, NormalForm]) -> Iterable[str | np.ndarray]:
+    """All that determines the function, in an order of its own."""
+    for name in sorted(sites):
+        form = sites[name]
+        yield name
+        slots = {"R": form.R, "s": form.s, "b": form.b}
+        for k, term in enumerate(form.terms):
+            if term.pair is None:
+                slots |= {f"A{k}": term.A, f"B{k}": term.B}
+            else:
+                yield f"pair{k}={term.pair}"
+            slots |= {f"d{k}": term.d, f"e{k}": term.e}
+        for slot, array in slots.items():
+            if array is not None:
+                yield slot
+                yield array

@@ -1,0 +1,134 @@
+"""The fields of an adapter_config.json, read by type and ticked off as they are used.
+
+A field changes the function of the adapter, or it does not (*inert*), or nobody here knows. Methods
+read the first kind through `get`, which ticks it off; what is left over, is not inert and is not
+switched off (null, false, empty) is refused by name, so that nothing is dropped silently.
+"""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from scute_jax.errors import AdapterError
+
+# Fields of every PEFT configuration that say nothing about the function. `peft_version` does for
+# methods whose formula changed between versions; they read it.
+INERT = frozenset(
+    "peft_type task_type auto_mapping base_model_name_or_path revision inference_mode "
+    "peft_version runtime_config".split()
+)
+
+# Fields that, when set, make an adapter something that is not served, with the reason.
+REFUSED = {
+    "modules_to_save": "the file replaces whole modules of the base",
+    "trainable_token_indices": "the file replaces rows of the token embedding",
+    "target_parameters": "it adapts parameters that are not those of a linear projection",
+    "layer_replication": "it is made for a base with repeated layers",
+    "alora_invocation_tokens": "an activated LoRA acts only on the tokens after its invocation",
+    "arrow_config": "Arrow chooses among several adapters for each token",
+    "use_qalora": "QALoRA pools the input in groups of a GPTQ base",
+    "use_bdlora": "the factors of a BD-LoRA are block-diagonal",
+    "kasa_config": "KaSA changes the base weights when it is loaded",
+    "velora_config": "VeLoRA keeps tensors in the file that are not those of a LoRA",
+    "monteclora_config": "MonteCLoRA keeps tensors in the file that are not those of a LoRA",
+}
+
+KINDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+
+
+class Options:
+    """The fields of one adapter_config.json."""
+
+    def __init__(self, fields: Mapping[str, Any], path: Path):
+        self.fields, self.path = MappingProxyType(dict(fields)), path
+        self._used: set[str] = set()
+
+    @classmethod
+    def read(cls, path: Path) -> "Options":
+        """Raises: AdapterError if the file is missing, is not a JSON object or names no method."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise AdapterError(
+                f"{path}: cannot be read ({error.strerror}); an adapter folder holds "
+                "adapter_config.json beside its tensors, as save_pretrained writes them."
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise AdapterError(f"{path}: not JSON ({error}); save the adapter again.") from None
+        if not isinstance(fields, dict):
+            raise AdapterError(f"{path}: holds a {type(fields).__name__}, needed a JSON object.")
+        if not isinstance(fields.get("peft_type"), str):
+            raise AdapterError(
+                f"{path}: not a PEFT adapter: peft_type is {fields.get('peft_type')!r}, needed the "
+                'name of a method such as "LORA".'
+            )
+        return cls(fields, path)
+
+    def get(
+        self,
+        name: str,
+        default: Any = None,
+        kind: type | None = None,
+        choices: Collection[Any] | None = None,
+        required: bool = False,
+    ) -> Any:
+        """The value of a field, ticked off; absent and null mean the default.
+
+        `kind` is int, float (any finite number), bool, str or dict. Raises: AdapterError if the
+        value is of another kind, none of the choices, or required and not there.
+        """
+        self._used.add(name)
+        value = self.fields.get(name)
+        if value is None:
+            if required:
+                self.refuse(name, "the function of the adapter depends on it; state it")
+            return default
+        if kind is not None and not is_of(kind, value):
+            self.refuse(name, f"needed {KINDS.get(kind, f'a {kind.__name__}')}")
+        if choices is not None and value not in choices:
+            self.refuse(name, f"known are {', '.join(map(repr, choices))}")
+        return value
+
+    def names(self, name: str) -> str | tuple[str, ...] | None:
+        """A field that holds one string or a list of strings, ticked off; null stays None."""
+        value = self.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            self.refuse(name, "needed a string or a list of strings")
+        return tuple(value)
+
+    def unexplained(self, inert: Collection[str]) -> list[str]:
+        """The fields that nobody read, that are not inert and not switched off."""
+        off = (None, False, "", [], {})
+        return [
+            name
+            for name, value in self.fields.items()
+            if name not in self._used
+            and name not in INERT
+            and name not in inert
+            and not any(type(value) is type(o) and value == o for o in off)
+        ]
+
+    def refuse(self, name: str, needed: str) -> NoReturn:
+        """Raises AdapterError naming the file, the field, its value and what was needed."""
+        value = f"is {self.fields[name]!r:.100}" if name in self.fields else "is missing"
+        raise AdapterError(f"{self.path}: field {name!r} {value}; {needed}.")
+
+
+def is_of(kind: type, value: Any) -> bool:
+    """Whether a JSON value is of a kind; true and false are no numbers."""
+    if kind is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and _is_finite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False

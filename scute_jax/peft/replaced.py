@@ -1,0 +1,121 @@
+"""What a checkpoint replaces in the base: whole modules (refused), copies of them, biases."""
+
+import numpy as np
+
+from scute_jax.errors import AdapterError
+from scute_jax.peft.base import EMBEDDING, HEAD, Base
+from scute_jax.peft.names import Names, some
+from scute_jax.peft.options import REFUSED
+from scute_jax.peft.registry import Method
+from scute_jax.peft.site import Reading, Shape
+
+WEIGHTS = ("weight", "base_layer.weight")  # names under which PEFT saves the weight of a module
+ROWS = 4096  # rows of a weight compared at a time
+
+
+def refuse_fields(reading: Reading, method: Method) -> None:
+    """Raises AdapterError for a field that makes the adapter something that is not served."""
+    for field, reason in REFUSED.items():
+        if field != method.variant and reading.options.get(field):
+            tensors = foreign(reading.names, reading.base, reading.tensors.shapes)
+            found = f" The file holds {tensors}." if tensors else ""
+            reading.options.refuse(
+                field,
+                f"{reason}, which is not served beside other adapters.{found} Train without it, or "
+                "merge the adapter into its own copy of the base",
+            )
+
+
+def foreign(names: Names, base: Base, shapes: dict[str, Shape]) -> str:
+    """The tensors that belong to no adapted projection: whole modules, token rows, unknown keys."""
+    whole = ("weight", "bias", "modules_to_save", "original_module", "token_adapter")
+    keys = [
+        key
+        for module, tensors in names.modules.items()
+        for name, key in tensors.items()
+        if module in base.others or name.split(".")[0] in whole
+    ]
+    described = [f"{key!r} {list(shapes[key])}" for key in [*keys, *names.unknown][:3]]
+    rows = {
+        shapes[key][0]
+        for module in (EMBEDDING, HEAD)
+        for name, key in names.modules.get(module, {}).items()
+        if name.split(".")[-1] == "weight" and name.split(".")[0] in whole and shapes[key]
+    }
+    described += [f"vocab {n} vs {base.vocab} of the base" for n in rows if n != base.vocab]
+    return ", ".join(described)
+
+
+def check_copies(reading: Reading) -> None:
+    """Accepts copies of the base's own weights, which PEFT saves beside an adapted head.
+
+    Raises: AdapterError if one has another shape, or differs from the base in any number.
+    """
+    widths = {p.module: (p.d_out, p.d_in) for p in reading.base.projections}
+    widths[EMBEDDING] = (reading.base.vocab, reading.base.hidden)
+    for module, tensors in reading.names.modules.items():
+        for name in (name for name in WEIGHTS if name in tensors and module in widths):
+            key, path = tensors[name], reading.tensors.path
+            had, needed = reading.tensors.shapes[key], widths[module]
+            if had != needed:
+                vocab = f" (vocab {had[0]} vs {needed[0]})" if module in (EMBEDDING, HEAD) else ""
+                raise AdapterError(
+                    f"{path}: tensor {key!r} is a whole weight of shape {list(had)}, the base's "
+                    f"has {list(needed)}{vocab}; an adapter that replaces a module of the base is "
+                    "not served beside others. Train without resizing, or merge it into a base of "
+                    "its own."
+                )
+            copy = reading.tensor(key, key, (needed,), False, False)
+            why = f"the file holds {key!r}, which has to be a copy of it"
+            own = reading.weights.module_weight(module, why)
+            off = None if own is None or own.shape != needed else _difference(copy, own)
+            if off != 0:
+                raise AdapterError(
+                    f"{path}: tensor {key!r} is not the base's own weight (it differs by up to "
+                    f"{off}); an adapter that replaces a module of the base is not served beside "
+                    "others. If it was not trained, save again with save_embedding_layers=False."
+                )
+
+
+def bias_shifts(reading: Reading, method: Method) -> dict[str, np.ndarray]:
+    """Site -> new bias minus the base's bias, where the config says that biases are replaced.
+
+    Source: _get_learnable_bias_state_dict of peft/tuners/tuners_utils.py: "all" saves every bias of
+    the model, "lora_only" and its like those of the adapted modules. Unchanged biases are left out.
+    """
+    options = reading.options
+    value = options.get("bias", "none", kind=str)
+    if value == "none":
+        return {}
+    if not method.replaces_bias or not (value == "all" or value.endswith("_only")):
+        options.refuse("bias", 'served are "none", and "all" or "..._only" where PEFT has them')
+    adapted, shifts = {p.module for p in reading.targets}, {}
+    for projection in reading.base.projections:
+        is_adapted = projection.module in adapted
+        if not projection.has_bias or not (is_adapted or value == "all"):
+            continue
+        name = "base_layer.bias" if is_adapted else "bias"
+        key = reading.names.modules.get(projection.module, {}).get(name)
+        wanted = f"base_model.model.{projection.module}.{name}"
+        new = reading.tensor(key, wanted, ((projection.d_out,),), False, False)
+        old = reading.weights.bias(projection, f"field 'bias' is {value!r}, so it is replaced")
+        if (new != old).any():
+            shifts[projection.site] = new - old
+    return shifts
+
+
+def _difference(left: np.ndarray, right: np.ndarray) -> float:
+    """The largest absolute difference, a slab of rows at a time."""
+    slabs = range(0, len(left), ROWS)
+    return max(float(np.abs(left[i : i + ROWS] - right[i : i + ROWS]).max()) for i in slabs)
+
+
+def refuse_embedding(reading: Reading) -> None:
+    """Raises AdapterError: the token embedding is adapted."""
+    keys = list(reading.names.modules.get(EMBEDDING, {}).values())
+    raise AdapterError(
+        f"{reading.tensors.path}: the token embedding (embed_tokens) is adapted"
+        f"{' by ' + some(keys) if keys else ''}; adapters of the embedding are not "
+        "served. Train without embed_tokens in target_modules, or merge the adapter into its own "
+        "copy of the base."
+    )

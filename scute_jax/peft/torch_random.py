@@ -1,0 +1,36 @@
+"""Torch's CPU random numbers without torch, bit for bit.
+
+Source: aten/src/ATen/core/MT19937RNGEngine.h and DistributionsHelper.h of PyTorch. The generator is
+MT19937 seeded by Knuth's rule with the low 32 bits of the seed, which is numpy's legacy seeding.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+
+
+class TorchGenerator:
+    """torch.Generator("cpu").manual_seed(seed)."""
+
+    def __init__(self, seed: int):
+        self._bits = np.random.MT19937()
+        self._bits.state = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)
+
+    def uniform(self, shape: tuple[int, ...], low: float, high: float) -> Float[np.ndarray, "..."]:
+        """torch.empty(shape).uniform_(low, high, generator=self), float32.
+
+        u (high - low) + low with u of 24 random bits. Torch rounds once, since its loop is compiled
+        to fused multiply-adds; in float64 the products are exact, so one rounding is left here.
+        """
+        low32, high32 = np.float32(low), np.float32(high)
+        bits = self._bits.random_raw(math.prod(shape)).reshape(shape) & 0xFFFFFF
+        uniform = bits.astype(np.float64) * 2.0**-24
+        uniform *= np.float64(high32 - low32)
+        uniform += np.float64(low32)
+        return uniform.astype(np.float32)
+
+    def kaiming_uniform(self, shape: tuple[int, int]) -> Float[np.ndarray, "rows columns"]:
+        """Uniform in +-sqrt(6 / columns): _kaiming_init of peft/tuners/vera/model.py."""
+        bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
+        return self.uniform(shape, -bound, bound)

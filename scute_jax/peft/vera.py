@@ -1,0 +1,87 @@
+"""VeRA:  F(x) = x W + bias + (((x A) * d) B) * e,   A and B random, shared by all layers.
+
+Source: VeRA eq. 2 (arXiv:2310.11454). Tensors: vera_lambda_d [r] = d and vera_lambda_b [d_out] = e
+at each module; for the whole adapter vera_A [r, D_in] and vera_B [D_out, r], where D_in and D_out
+are the largest widths among the adapted modules. Each module uses the first d_in columns of vera_A
+and the first d_out rows of vera_B. With save_projection=false the two are not in the file but drawn
+from projection_prng_key, vera_A before vera_B; so A depends on which modules are adapted, through
+D_in, and a larger D_out only adds rows to B.
+"""
+
+from weakref import WeakValueDictionary
+
+import numpy as np
+from jaxtyping import Float
+
+from scute_jax.identity import content_version
+from scute_jax.normal_form import NormalForm, Term
+from scute_jax.peft.registry import register
+from scute_jax.peft.site import Site
+from scute_jax.peft.torch_random import TorchGenerator
+
+INERT = ("vera_dropout", "d_initial", "fan_in_fan_out", "init_weights")
+
+# Shared matrices in use by loaded adapters, by content: tenants of one pair hold one copy of it.
+_MATRICES: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
+
+
+@register("VERA", live="de", inert=INERT)
+def vera(site: Site) -> NormalForm:
+    """x W + (((x A) * d) B) * e"""
+    A, B, key = site.once("vera pair", lambda: _pair(site))
+    return NormalForm(
+        terms=(
+            Term(
+                A=A[: site.d_in],
+                B=B[: site.d_out].T,
+                d=site.tensor("vera_lambda_d", (A.shape[1],)),
+                e=site.tensor("vera_lambda_b", (site.d_out,)),
+                pair=key,
+            ),
+        )
+    )
+
+
+def _pair(
+    site: Site,
+) -> tuple[Float[np.ndarray, "D_in r"], Float[np.ndarray, "D_out r"], str]:
+    """vera_A transposed, vera_B and the key that they go by.
+
+    The key is a digest of both and of the widths that are cut from them, so that adapters with
+    equal keys use equal arrays at every width.
+    """
+    r = site.option("r", kind=int, required=True)
+    if r < 1:
+        site.refuse_field("r", "needed at least 1")
+    seed = site.option("projection_prng_key", kind=int)
+    saved = site.option("save_projection", True, kind=bool)
+    d_ins = {p.d_in for p in site.targets}
+    d_outs = {p.d_out for p in site.targets}
+    shapes = (r, max(d_ins)), (max(d_outs), r)
+    A = site.shared("vera_A", shapes[0], optional=not saved)
+    B = site.shared("vera_B", shapes[1], optional=not saved)
+    if not saved:
+        drawn = _drawn(site, seed, *shapes)
+        for name, array, expected in zip(("vera_A", "vera_B"), (A, B), drawn, strict=True):
+            if array is not None and not np.array_equal(array, expected):
+                site.refuse_field(
+                    "save_projection",
+                    f"so PEFT draws {name} from projection_prng_key={seed}, but the file holds "
+                    "another one; set save_projection to true, or take it out of the file",
+                )
+        A, B = drawn
+    A, B = _held(np.ascontiguousarray(A.T)), _held(B)
+    return A, B, f"vera:{content_version([A, B, str(sorted(d_ins)), str(sorted(d_outs))])}"
+
+
+def _drawn(site: Site, seed: int | None, shape_A: tuple, shape_B: tuple) -> tuple:
+    if seed is None:
+        site.refuse_field("projection_prng_key", "vera_A and vera_B are drawn from it; state it")
+    generator = TorchGenerator(seed)
+    return generator.kaiming_uniform(shape_A), generator.kaiming_uniform(shape_B)
+
+
+def _held(matrix: np.ndarray) -> np.ndarray:
+    """The array of this content that is in use already, or this one from now on."""
+    owner = matrix if matrix.base is None else matrix.copy()  # what views of it keep alive
+    return _MATRICES.setdefault(content_version([owner]), owner)
