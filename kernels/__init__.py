@@ -2,6 +2,7 @@
 
 from scute_jax.kernels.block_rotate import block_rotate, scale_input
 from scute_jax.kernels.dispatch import Implementation
+from scute_jax.kernels.paged_attention import paged_attention
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors
 from scute_jax.kernels.segmented_expand import segmented_expand
 from scute_jax.kernels.segmented_shrink import segmented_shrink
@@ -17,6 +18,7 @@ __all__ = [
     "Vectors",
     "block_rotate",
     "make_tiles",
+    "paged_attention",
     "scale_input",
     "segmented_expand",
     "segmented_shrink",

@@ -74,15 +74,20 @@ def apply_fused(
     x: Float[Array, "t d_in"],
     seg: Segments,
     *,
+    out_dtype: jnp.dtype | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "t d_out"], ...]:
-    """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches."""
+    """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
+
+    `out_dtype` is the dtype of the result where it should not be that of x (logits).
+    """
     _check(params, x, seg)
     x = seg.sort(x)
     slots = [site.slots for site in params]
     tiles, how = seg.tiles, {"implementation": implementation}
     low = segmented_shrink(x, tuple(s.factors for s in slots), tiles, **how)
-    h = tuple(_base(site, _transform(x, site.slots, tiles, how)) for site in params)
+    dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    h = tuple(_base(site, _transform(x, site.slots, tiles, how), dtype) for site in params)
     h = segmented_expand(
         h,
         low,
@@ -108,17 +113,19 @@ def _transform(x, slots: SiteSlots, tiles, how) -> Float[Array, "t d_in"]:
     return x
 
 
-def _base(site: SiteParams, x: Float[Array, "t d_in"]) -> Float[Array, "t d_out"]:
+def _base(
+    site: SiteParams, x: Float[Array, "t d_in"], out_dtype: jnp.dtype
+) -> Float[Array, "t d_out"]:
     dtype = jnp.promote_types(x.dtype, site.W.dtype)
     h = jnp.dot(
         x.astype(dtype),
         site.W.astype(dtype),
         precision=precision(dtype),
-        preferred_element_type=dtype if site.bias is None else jnp.float32,
+        preferred_element_type=out_dtype if site.bias is None else jnp.float32,
     )
     if site.bias is not None:
         h = h + site.bias.astype(h.dtype)[None, :]
-    return h.astype(x.dtype)
+    return h.astype(out_dtype)
 
 
 def _check(params: tuple[SiteParams, ...], x: Array, seg: Segments) -> None:

@@ -71,15 +71,15 @@ class AdapterBank:
         """The slots that hold no adapter."""
         return [k for k, resident in enumerate(self._residents) if resident is None]
 
-    def insert(self, adapter: Adapter) -> int:
-        """Makes a folded adapter resident and returns its slot.
+    def insert(self, adapter: Adapter, slot: int | None = None) -> int:
+        """Makes a folded adapter resident, in the first free slot or a given one; returns the slot.
 
         Raises: BankFull if no slot or no room is free; AdapterError if it can never fit.
         """
-        if not self.free:
-            raise BankFull(f"all {self.capacity.adapters} slots of the bank are taken.")
+        if not self.free or slot not in (None, *self.free):
+            raise BankFull(f"of {self.capacity.adapters} slots, only {self.free} are free.")
         self._check(adapter, None)
-        slot = self.free[0]
+        slot = self.free[0] if slot is None else slot
         self._write(slot, adapter)
         return slot
 

@@ -1,7 +1,7 @@
 """How much room adapters take in a bank, counted in entries of each pool of each site."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scute_jax.normal_form import Adapter, NormalForm
 from scute_jax.slots import PAGE
@@ -30,6 +30,14 @@ class SiteUse:
         counts |= {f"rotation{m}": count for m, count in self.rotations.items()}
         return {kind: count for kind, count in counts.items() if count}
 
+    def union(self, other: "SiteUse") -> "SiteUse":
+        """Room for either."""
+        blocks = sorted({*self.rotations, *other.rotations})
+        most = {m: max(self.rotations.get(m, 0), other.rotations.get(m, 0)) for m in blocks}
+        counts = ("pages", "scales", "shifts", "input_scales", "shared_terms")
+        larger = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
+        return SiteUse(rotations=most, **larger)
+
     def fits(self, room: "SiteUse") -> bool:
         """Whether what this counts is there in `room`."""
         have = room.entries()
@@ -47,6 +55,27 @@ class BankCapacity:
     pairs: int = 0  # shared pairs resident at a time
     pair_pages: int = 0  # pages of one pair
     page: int = PAGE  # ranks in a page
+
+    def covers(self, other: "BankCapacity") -> bool:
+        """Whether whatever fits into `other` fits into this, as far as room goes."""
+        return self.union(other) == replace(self, adapters=max(self.adapters, other.adapters))
+
+    def union(self, other: "BankCapacity") -> "BankCapacity":
+        """The least capacity that covers both."""
+        names = dict.fromkeys([*self.sites, *other.sites])
+        nothing = SiteUse()
+        return BankCapacity(
+            adapters=max(self.adapters, other.adapters),
+            sites={
+                name: self.sites.get(name, nothing).union(other.sites.get(name, nothing))
+                for name in names
+            },
+            width={name: max(self.width.get(name, 0), other.width.get(name, 0)) for name in names},
+            terms=max(self.terms, other.terms),
+            pairs=max(self.pairs, other.pairs),
+            pair_pages=max(self.pair_pages, other.pair_pages),
+            page=self.page,
+        )
 
 
 def site_use(form: NormalForm, page: int = PAGE) -> SiteUse:

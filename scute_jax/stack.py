@@ -10,12 +10,12 @@ and s2 behind its B. The other order is another function.
 
 import math
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.identity import content_version
+from scute_jax.namespace import namespace
 from scute_jax.normal_form import Adapter, NormalForm, Term
 
 
@@ -84,16 +84,17 @@ def _chain(left: Array | None, right: Array | None) -> Float[Array, "d_in/m m m"
 def _widen(R: Float[Array, "n k k"], m: int) -> Float[Array, "n*k/m m m"]:
     """The same block-diagonal matrix in blocks of m, a multiple of k."""
     n, k, _ = R.shape
-    per = m // k
-    grouped = jnp.reshape(R, (n // per, per, k, k))
-    wide = jnp.einsum("gpij,pq->gpiqj", grouped, jnp.eye(per, dtype=grouped.dtype))
-    return jnp.reshape(wide, (n // per, m, m))
+    per, xp = m // k, namespace(R)
+    grouped = xp.reshape(R, (n // per, per, k, k))
+    wide = xp.einsum("gpij,pq->gpiqj", grouped, xp.eye(per, dtype=grouped.dtype))
+    return xp.reshape(wide, (n // per, m, m))
 
 
 def _rotate_rows(R: Float[Array, "n m m"], A: Float[Array, "d_in r"]) -> Float[Array, "d_in r"]:
     n, m, _ = R.shape
-    blocks = jnp.reshape(jnp.asarray(A), (n, m, -1))
-    return jnp.reshape(jnp.einsum("npq,nqr->npr", R, blocks), A.shape).astype(A.dtype)
+    xp = namespace(R, A)
+    blocks = xp.reshape(A, (n, m, -1))
+    return xp.reshape(xp.einsum("npq,nqr->npr", R, blocks), A.shape).astype(A.dtype)
 
 
 def _times(left: Array | None, right: Array | None) -> Array | None:

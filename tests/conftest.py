@@ -26,3 +26,18 @@ def smollm2_path() -> Path:
         return demo_model_path()
     except DemoModelUnavailable as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_twin(smollm2_path: Path):
+    """SmolLM2-135M-Instruct as transformers loads it from the same file, in float32.
+
+    Shared by all tests, which leave it as it is: loading takes more than ten seconds.
+    """
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
+    return model.eval()

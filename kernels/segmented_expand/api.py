@@ -28,7 +28,12 @@ def segmented_expand(
 
 def _reference(h, low, factors, scale, shift, tiles):
     slices = zip(h, low, factors, scale, shift, strict=True)
-    return tuple(reference.segmented_expand(*parts, tiles) for parts in slices)
+    return tuple(
+        h_i
+        if all(part is None for part in parts)
+        else reference.segmented_expand(h_i, *parts, tiles)
+        for h_i, *parts in slices
+    )
 
 
 _TWINS = {"reference": _reference}

@@ -1,0 +1,168 @@
+"""The Llama forward pass: a pure function of (params, adapter slots, batch, cache).
+
+    embed -> [norm, q k v, rope, attention, o, norm, gate up, down]* -> norm -> head
+
+Every projection goes through `apply_fused`, so that each row gets its own adapter. Layers are
+unrolled: a scan over stacked weights makes XLA copy them (measured three times slower on a GPU).
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from scute_jax.apply import SiteParams, apply_fused
+from scute_jax.kernels import Implementation, paged_attention
+from scute_jax.models.cache import KVCache, write_pages
+from scute_jax.models.config import LlamaConfig
+from scute_jax.models.params import Layer, Linear, LlamaParams
+from scute_jax.segments import Segments
+from scute_jax.slots import SiteSlots
+
+Slots = Mapping[str, SiteSlots]  # site -> the slots of the resident adapters; absent = nobody's
+
+
+@struct.dataclass
+class Batch:
+    """The tokens of one step in blocks; a block holds consecutive tokens of one sequence.
+
+    Decoding has blocks of one token, prefill blocks of many. Row i * size + j of the step is token
+    j of block i.
+    Invariants: 0 <= rows <= size; a row past rows[i] is padding: it computes something that nobody
+    reads and writes nothing to the cache. The pages of `table` cover every position of the block.
+    """
+
+    tokens: Int[Array, "n size"]
+    start: Int[Array, "n"]  # position of the first token of the block in its sequence
+    rows: Int[Array, "n"]  # tokens in the block
+    table: Int[Array, "n w"]  # the pages of its sequence, in order
+
+    def positions(self) -> Int[Array, "n size"]:
+        size = self.tokens.shape[1]
+        return self.start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+
+
+def forward(
+    params: LlamaParams,
+    slots: Slots,
+    config: LlamaConfig,
+    batch: Batch,
+    segments: Segments,
+    cache: KVCache,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "t d"], KVCache]:
+    """The final hidden states (after the last norm) of every row, and the cache with their keys.
+
+    `segments` says which adapter each row uses (t = n * size rows). Dtypes: activations have the
+    dtype of the embedding; norms, rope, softmax and all sums are taken in float32.
+    """
+    x = jnp.take(params.embed_tokens, jnp.reshape(batch.tokens, (-1,)), axis=0, mode="clip")
+    rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
+    places = _places(batch, cache)
+    k_pages, v_pages = list(cache.k), list(cache.v)
+    for i, layer in enumerate(params.layers):
+        site = _Sites(layer, slots, f"layers.{i}", segments, implementation)
+        h = rms_norm(x, layer.input_layernorm, config.rms_norm_eps)
+        q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h)
+        q, k = (_rotate(_heads(part, config), rope) for part in (q, k))
+        k_pages[i] = write_pages(k_pages[i], k, *places)
+        v_pages[i] = write_pages(v_pages[i], _heads(v, config), *places)
+        attended = paged_attention(
+            jnp.reshape(q, (*batch.tokens.shape, *q.shape[1:])),
+            k_pages[i],
+            v_pages[i],
+            batch.table,
+            batch.start,
+            batch.rows,
+            implementation=implementation,
+        )
+        (o,) = site("self_attn", ("o_proj",), jnp.reshape(attended, (x.shape[0], -1)))
+        x = x + o
+        h = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps)
+        gate, up = site("mlp", ("gate_proj", "up_proj"), h)
+        (down,) = site("mlp", ("down_proj",), _silu(gate) * up)
+        x = x + down
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+    return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
+
+
+def logits(
+    params: LlamaParams,
+    slots: Slots,
+    hidden: Float[Array, "t d"],
+    segments: Segments,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "t vocab"]:
+    """The logits of rows of final hidden states, in float32."""
+    head = params.linear("lm_head")
+    site = SiteParams(head.weight, head.bias, slots.get("lm_head", SiteSlots()))
+    (out,) = apply_fused(
+        (site,), hidden, segments, out_dtype=jnp.float32, implementation=implementation
+    )
+    return out
+
+
+def rms_norm(x: Float[Array, "t d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "t d"]:
+    """x / sqrt(mean(x^2) + eps) * weight. Source: RMSNorm (arXiv:1910.07467) eq. 4.
+
+    Dtypes: the quotient is taken in float32 and rounded to the dtype of x before the weight.
+    """
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)[None, :]
+
+
+class _Sites:
+    """Applies projections of one layer together with the adapters at them."""
+
+    def __init__(self, layer: Layer, slots: Slots, prefix: str, segments: Segments, how):
+        self.layer, self.slots, self.prefix = layer, slots, prefix
+        self.segments, self.how = segments, how
+
+    def __call__(self, module: str, names: tuple[str, ...], x: Array) -> tuple[Array, ...]:
+        params = tuple(self._params(module, name) for name in names)
+        return apply_fused(params, x, self.segments, implementation=self.how)
+
+    def _params(self, module: str, name: str) -> SiteParams:
+        linear: Linear = getattr(self.layer, name)
+        site = f"{self.prefix}.{module}.{name}"
+        return SiteParams(linear.weight, linear.bias, self.slots.get(site, SiteSlots()))
+
+
+def _silu(x: Float[Array, "t d"]) -> Float[Array, "t d"]:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
+
+
+def _heads(x: Float[Array, "t w"], config: LlamaConfig) -> Float[Array, "t h dh"]:
+    return jnp.reshape(x, (x.shape[0], -1, config.head_dim))
+
+
+def _rope_tables(config: LlamaConfig, positions: Int[Array, "t"]) -> tuple[Array, Array]:
+    """cos and sin of position times frequency, [t, 1, dh / 2] in float32."""
+    frequencies = jnp.asarray(config.rope.inv_freq(config.head_dim), jnp.float32)
+    angle = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: Float[Array, "t h dh"], rope: tuple[Array, Array]) -> Float[Array, "t h dh"]:
+    """Rotary embedding of the two halves of each head. Source: RoFormer (arXiv:2104.09864) eq. 34,
+    in the half-split layout of Hugging Face checkpoints."""
+    cos, sin = rope
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _places(batch: Batch, cache: KVCache) -> tuple[Int[Array, "t"], Int[Array, "t"]]:
+    """Where the keys of each row go: page and place in it; padding goes past the last page."""
+    positions = batch.positions()
+    size, page_size = batch.tokens.shape[1], cache.page_size
+    held = jnp.arange(size, dtype=jnp.int32)[None, :] < batch.rows[:, None]
+    column = jnp.clip(positions // page_size, 0, batch.table.shape[1] - 1)
+    page = jnp.where(held, jnp.take_along_axis(batch.table, column, axis=1), cache.k[0].shape[0])
+    return jnp.reshape(page, (-1,)), jnp.reshape(positions % page_size, (-1,))

@@ -1,0 +1,151 @@
+"""What goes into the engine and what comes out of it: plain values, checked where they are made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message names the field and what it needs."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the text of one request is drawn.
+
+    temperature 0 is greedy decoding. top_k 0 and top_p 1 keep the whole vocabulary; top_k is
+    applied before top_p. With a seed, the same request gives the same text whatever else is in the
+    batch; without one, a seed is drawn. `logprobs` and `prompt_logprobs`: None = not wanted, k >= 0
+    = log-probabilities of the tokens, with the k most likely alternatives beside them.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, 0 if getattr(self, name) else None)
+        _check_sampling(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to generate: exactly one of prompt, messages and prompt_token_ids.
+
+    `adapter` is None for the base model, a name, or several names stacked in order: the second is
+    applied to the output of the first.
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    adapter: str | Sequence[str] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            n for n in ("prompt", "messages", "prompt_token_ids") if getattr(self, n) is not None
+        ]
+        if len(given) != 1:
+            raise RequestError(
+                "a request needs exactly one of prompt, messages and prompt_token_ids; "
+                f"this one has {' and '.join(given) or 'none of them'}."
+            )
+        if not isinstance(self.adapter, str | None):
+            names = tuple(self.adapter)
+            if not names or not all(isinstance(name, str) and name for name in names):
+                raise RequestError(
+                    f"adapter must be a name or a list of names, not {self.adapter!r}."
+                )
+            object.__setattr__(self, "adapter", names if len(names) > 1 else names[0])
+        if self.adapter == "":
+            raise RequestError("adapter must be a name; leave the field out for the base model.")
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters to stack, in order; empty for the base model."""
+        if self.adapter is None:
+            return ()
+        return (self.adapter,) if isinstance(self.adapter, str) else tuple(self.adapter)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one request.
+
+    `token_ids` holds every generated token, an end-of-text token included; `text` leaves special
+    tokens and the stop string out. Log-probabilities are those of the model, before temperature
+    and filters, natural logarithm; one per token, None for the first prompt token.
+    """
+
+    id: str
+    adapter: str | tuple[str, ...] | None
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
+    prompt_top_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
+    prompt_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a text as it grows; the last one of a request carries the completion."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    completion: Completion | None = None
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    def need(ok: bool, name: str, what: str) -> None:
+        if not ok:
+            raise RequestError(f"{name} must be {what}, not {getattr(p, name)!r}.")
+
+    def whole(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    need(whole(p.max_tokens) and p.max_tokens >= 1, "max_tokens", "a whole number from 1 up")
+    need(
+        number(p.temperature) and 0 <= p.temperature < float("inf"),
+        "temperature",
+        "a number from 0 up",
+    )
+    need(number(p.top_p) and 0 < p.top_p <= 1, "top_p", "a number above 0 and up to 1")
+    need(whole(p.top_k) and p.top_k >= 0, "top_k", "a whole number, 0 for no limit")
+    need(p.seed is None or whole(p.seed), "seed", "a whole number or null")
+    need(
+        all(isinstance(s, str) and s for s in p.stop) and len(p.stop) <= MAX_STOP_STRINGS,
+        "stop",
+        f"a string or up to {MAX_STOP_STRINGS} strings, none empty",
+    )
+    need(isinstance(p.ignore_eos, bool), "ignore_eos", "true or false")
+    for name in ("logprobs", "prompt_logprobs"):
+        k = getattr(p, name)
+        need(
+            k is None or (whole(k) and 0 <= k <= MAX_TOP_LOGPROBS),
+            name,
+            f"null or a whole number from 0 to {MAX_TOP_LOGPROBS}",
+        )
