@@ -54,7 +54,8 @@ class GGUFFile:
         kind = constants.GGMLQuantizationType[tensor.type_name]
         rows = data.reshape(*tensor.shape[:-1], -1)
         try:
-            return quants.dequantize(rows, kind)
+            with np.errstate(all="ignore"):  # what is not finite is refused when it is placed
+                return quants.dequantize(rows, kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{self.path}: {name} is quantised as {tensor.type_name}, which the gguf package "

@@ -67,6 +67,11 @@ def build_params(
 
     Raises: ModelError naming all tensors that are missing, unexpected or of another shape.
     """
+    if config.num_hidden_layers > len(source.shapes):  # before a damaged number makes a long list
+        raise ModelError(
+            f"{source.where}: num_hidden_layers is {config.num_hidden_layers}, but the "
+            f"checkpoint has {len(source.shapes)} tensors in all: the two are not of one model."
+        )
     needed = tensor_shapes(config)
     check_tensors(config, source, needed)
     dtype = jnp.dtype(source.dtype if dtype is None else dtype)
@@ -77,11 +82,11 @@ def build_params(
         nonlocal done
         array = source.read(name)
         transpose = array.ndim == 2 and name != "model.embed_tokens.weight"
-        placed = _place(array, dtype, transpose).block_until_ready()
-        if dtype == jnp.float16 and array.dtype != np.float16 and not jnp.isfinite(placed).all():
+        placed, finite = _place(array, dtype, transpose)
+        if not finite:
             raise ModelError(
-                f"{source.where}: {name} holds values that float16 cannot (stored as "
-                f"{array.dtype}); load it as bfloat16 or float32."
+                f"{source.where}: {name}, stored as {array.dtype}, holds NaN or values beyond "
+                f"{dtype.name}; load it in a wider dtype, or fetch the file again."
             )
         done += placed.nbytes
         if progress is not None:
@@ -147,11 +152,8 @@ def _few(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _place(array: np.ndarray, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    unchanged = array.dtype == dtype and not transpose
-    return jnp.asarray(array) if unchanged else _cast(array, dtype, transpose)
-
-
 @partial(jax.jit, static_argnames=("dtype", "transpose"))
-def _cast(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> jax.Array:
-    return (array.T if transpose else array).astype(dtype)
+def _place(array: jax.Array, dtype: jnp.dtype, transpose: bool) -> tuple[jax.Array, jax.Array]:
+    """The array as the model holds it, and whether it is finite."""
+    placed = (array.T if transpose else array).astype(dtype)
+    return placed, jnp.isfinite(placed).all()

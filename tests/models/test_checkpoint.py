@@ -196,6 +196,9 @@ def test_long_lists_are_cut_with_their_count(folder):
     edit_config(folder, num_hidden_layers=4)
     with pytest.raises(ModelError, match=r"18 missing: ([\w.]+, ){5}\.\.\."):
         load_model(folder)
+    edit_config(folder, num_hidden_layers=10**12)
+    with pytest.raises(ModelError, match="num_hidden_layers is 1000000000000, but .* 21 tensor"):
+        load_model(folder)
 
 
 def test_a_missing_head_asks_whether_it_is_tied(folder):
@@ -206,9 +209,15 @@ def test_a_missing_head_asks_whether_it_is_tied(folder):
 
 def test_values_beyond_float16_are_refused(folder):
     edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
-    with pytest.raises(ModelError, match="model.norm.weight holds values that float16 cannot"):
+    with pytest.raises(ModelError, match="model.norm.weight, .* values beyond float16"):
         load_model(folder, "float16")
     assert load_model(folder, "bfloat16")[1].norm.dtype == jnp.bfloat16
+
+
+def test_nan_is_refused(folder):
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][3].fill_(torch.nan))
+    with pytest.raises(ModelError, match="lm_head.weight, stored as float32, holds NaN"):
+        load_model(folder)
 
 
 def test_quantised_tensors_are_refused(folder):

