@@ -4,6 +4,7 @@
 from scute_jax.peft import dora, ia3, lora, oft, ssf, vera  # noqa: F401
 from scute_jax.peft.load import load_peft
 from scute_jax.peft.registry import Method, methods, register
+from scute_jax.peft.save import save_peft
 from scute_jax.peft.site import Site
 
-__all__ = ["Method", "Site", "load_peft", "methods", "register"]
+__all__ = ["Method", "Site", "load_peft", "methods", "register", "save_peft"]

@@ -5,6 +5,7 @@ Source: (IA)3 (arXiv:2205.05638). Tensor: ia3_l, of shape [d_out, 1] where the o
 """
 
 from scute_jax.normal_form import NormalForm
+from scute_jax.peft.names import some
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -38,8 +39,8 @@ def _is_feedforward(site: Site) -> bool:
     if isinstance(names, tuple) and isinstance(targets, tuple) and not set(names) <= set(targets):
         site.refuse_field(
             "feedforward_modules",
-            f"it has to be a part of target_modules {sorted(targets)}: the lists contradict "
-            "each other, so whether inputs or outputs are scaled is unclear",
+            f"it has to be a part of target_modules ({some(targets)}), as PEFT demands; name the "
+            "feed-forward modules there as they are named in target_modules",
         )
     ends = DEFAULT_FEEDFORWARD if names is None else names
     return any(site.module.endswith(end) for end in ends)

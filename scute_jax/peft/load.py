@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from scute_jax.errors import AdapterError
-from scute_jax.fold import fold
 from scute_jax.identity import content_version
-from scute_jax.normal_form import Adapter, NormalForm
+from scute_jax.normal_form import Adapter, NormalForm, Term
 from scute_jax.peft.arrays import HashedArrays
 from scute_jax.peft.base import EMBEDDING, Base
 from scute_jax.peft.checkpoint import open_checkpoint
@@ -70,6 +69,10 @@ def load_peft(
             ("peft_type", method.peft_type),
             ("config", json.dumps(dict(options.fields), sort_keys=True)),
             ("notes", tuple(reading.notes)),
+            (
+                "widths",
+                tuple((p.site, p.d_in, p.d_out) for p in base.projections if p.site in sites),
+            ),
             *((name, HashedArrays(arrays)) for name, arrays in reading.kept.items()),
         ),
     )
@@ -119,11 +122,7 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
     """The folded form with numpy float32 arrays, checked to fit the site and to be finite."""
     widths = next((p.d_in, p.d_out) for p in reading.base.projections if p.site == name)
     check_form(form, *widths, name)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        form = fold(form)
-    terms = tuple(
-        t.replace(A=_array(t.A), B=_array(t.B), d=_array(t.d), e=_array(t.e)) for t in form.terms
-    )
+    terms = tuple(map(_folded, form.terms))
     form = NormalForm(R=_array(form.R), s=_array(form.s), b=_array(form.b), terms=terms)
     for path, leaf in jax.tree_util.tree_leaves_with_path(form):
         if not np.isfinite(leaf).all():
@@ -132,6 +131,20 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
                 "is not finite; the factors or the scale of this adapter exceed float32."
             )
     return form
+
+
+def _folded(term: Term) -> Term:
+    """`scute_jax.fold` of one term in numpy: to load an adapter, nothing is compiled."""
+    A, B, d, e = map(_array, (term.A, term.B, term.d, term.e))
+    c = np.float32(term.c)
+    if term.pair is not None:
+        d = d if c == 1 else np.full(term.rank, c) if d is None else d * c
+        return term.replace(A=A, B=B, c=1.0, d=d, e=e)
+    if d is not None:
+        A = A * (d * c)
+    elif c != 1:
+        A = A * c
+    return Term(A, B if e is None else B * e)
 
 
 def _array(slot: Any) -> np.ndarray | None:

@@ -1,7 +1,8 @@
 """The PEFT library as the oracle: it makes the checkpoints and says what they compute.
 
-    folder = save_adapter(LoraConfig(...), "biased", tmp_path)     # random, amplified, as PEFT saves
+    folder = save_adapter(LoraConfig(...), "biased", tmp_path)    # random, amplified, as PEFT saves
     compare(load_peft(folder, CONFIGS["biased"], random_params("biased")), folder, "biased")
+    adapter = serve(LoraConfig(...), "biased")                    # both in one
 
 `compare` measures, at every projection of the base, the distance between the float64 value of our
 normal form and the output of PEFT's own layer in float32, as a share of the adapter's own effect.
@@ -11,8 +12,11 @@ Skips the importing test module where torch or PEFT is not installed.
 import copy
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +25,14 @@ REASON = "the oracle is the PEFT library, which needs torch; it is not installed
 torch = pytest.importorskip("torch", reason=REASON)
 pytest.importorskip("peft.tuners", reason=REASON)  # a bare `peft` could be this very folder
 os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(1)  # everything here is tiny: threads only wait for each other
 
 from peft import PeftConfig, PeftModel, get_peft_model  # noqa: E402
 from tiny_checkpoints import CONFIGS, apply_form, base_output, projections, random_params  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
-from transformers import LlamaConfig, Qwen2Config  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config  # noqa: E402
 
 from scute_jax import Adapter, NormalForm  # noqa: E402
+from scute_jax.peft import load_peft  # noqa: E402
 
 ROWS = 5  # rows of x at every site
 TOLERANCE = 1e-5  # of the adapter's effect; float32 of PEFT itself leaves about 1e-6
@@ -57,6 +62,7 @@ def save_adapter(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        torch.manual_seed(seed)  # of PEFT's own initialisation
         model = get_peft_model(base_model(name), config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -66,6 +72,29 @@ def save_adapter(
                     parameter.add_(scale * noise.to(parameter.dtype))
         model.save_pretrained(folder, **save)
     return folder
+
+
+def serve(
+    config: PeftConfig,
+    name: str,
+    seed: int = 0,
+    scale: float = 0.3,
+    tolerance: float = TOLERANCE,
+    **save,
+) -> Adapter:
+    """The adapter that we load of what PEFT saved, after `compare`."""
+    with TemporaryDirectory() as folder:
+        path = save_adapter(config, name, Path(folder), seed, scale, **save)
+        adapter = load_peft(path, CONFIGS[name], random_params(name))
+        compare(adapter, path, name, tolerance)
+    return adapter
+
+
+def quiet(make: Callable[..., PeftConfig], **fields: Any) -> PeftConfig:
+    """A configuration of PEFT without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(**fields)
 
 
 def load_with_peft(folder: Path, name: str) -> PeftModel:

@@ -1,7 +1,7 @@
 """A tiny base whose every dimension differs, in numpy, and checkpoints for it. No torch here.
 
-    params = random_params("biased"); write(folder, config, tensors)
-    adapter = load_peft(folder, CONFIGS["biased"], params); y = apply_form(adapter[site], ...)
+params = random_params("biased"); write(folder, config, tensors)
+adapter = load_peft(folder, CONFIGS["biased"], params); y = apply_form(adapter[site], ...)
 """
 
 import json
