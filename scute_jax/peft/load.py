@@ -97,11 +97,15 @@ def _forms(reading: Reading, method: Method) -> dict[str, NormalForm]:
 def _refuse_incomplete(reading: Reading, method: Method) -> None:
     """Raises AdapterError with all that is missing, all tensors and all fields that nobody used."""
     path, problems = reading.tensors.path, []
-    left = [key for key in reading.tensors.shapes if key not in reading.used]
-    if reading.missing:
-        problems.append(f"{len(reading.missing)} tensor(s) missing: {some(reading.missing)}")
-    if left:
-        problems.append(f"{len(left)} tensor(s) of no use: {some(left)}")
+    unknown = reading.names.unknown
+    left = [key for key in reading.tensors.shapes if key not in (*reading.used, *unknown)]
+    for keys, problem in (
+        (reading.missing, "missing"),
+        (unknown, "at modules that this base does not have"),
+        (left, "of no use"),
+    ):
+        if keys:
+            problems.append(f"{len(keys)} tensor(s) {problem}: {some(keys)}")
     if problems:
         modules = some((PREFIX + p.module for p in reading.targets), 3)
         raise AdapterError(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from peft_oracle import compare, quiet, save_adapter, serve
 from safetensors.numpy import load_file, save_file
-from test_lora import MODULES
+from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, random_params
 
 from scute_jax import AdapterError

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import IA3Config
 from peft_oracle import save_adapter, serve
-from test_lora import MODULES
+from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS
 
 from scute_jax import AdapterError

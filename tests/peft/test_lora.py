@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from peft_oracle import compare, quiet, save_adapter, serve
+from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, random_params
 
 from scute_jax import AdapterError
 from scute_jax.peft import load_peft
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PATTERNS = ("q_proj", "self_attn.v_proj", r".*layers\.1\..*_proj", "model.layers.0.mlp.up_proj")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import VeraConfig
 from peft_oracle import compare, quiet, save_adapter, serve
-from test_lora import MODULES
+from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS
 
 from scute_jax import AdapterError
