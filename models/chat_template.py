@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
 
 from scute_jax.models.errors import ModelError
@@ -57,7 +57,7 @@ def render_chat(
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -94,7 +94,7 @@ class _Namespace(Namespace):
 
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a template may not set {name!r} on a namespace")
+        raise SecurityError(f"a template may not set {name!r} on a namespace")
 
 
 def _to_json(

@@ -117,7 +117,9 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     if split.nfc:
         encoding.normalizer = normalizers.NFC()
     prefix = bool(_field(file, "add_space_prefix"))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     if split.regex is not None:
         steps.append(pre_tokenizers.Split(Regex(split.regex), behavior="isolated"))
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.regex is None)

@@ -7,7 +7,7 @@ place of a frequency grows with the position it is multiplied with.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +16,8 @@ from scute_jax.models.errors import ModelError
 
 RopeKind = Literal["default", "linear", "llama3"]
 
-_SCALED = {
+# kind -> the numbers it reads, in the order of the fields of Rope
+_SCALED: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -47,74 +48,15 @@ class Rope:
 
         Raises: ModelError for a type or a field that is not served, or two spellings that differ.
         """
-        spellings = [name for name in ("rope_scaling", "rope_parameters") if config.get(name)]
-        made = [cls._from_dict(config, name, max_positions, source) for name in spellings]
+        both = ("rope_scaling", "rope_parameters")
+        given = [name for name in both if config.get(name)] or both[:1]
+        made = [_read(config, name, max_positions, source) for name in given]
         if len(set(made)) > 1:
             raise ModelError(
                 f"{source}: rope_scaling and rope_parameters disagree: {made[0]} and {made[1]}; "
                 "keep one of the two fields."
             )
-        return made[0] if made else cls._from_dict(config, "rope_scaling", max_positions, source)
-
-    @classmethod
-    def _from_dict(
-        cls, config: Mapping[str, Any], name: str, max_positions: int, source: str
-    ) -> "Rope":
-        given = config.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ModelError(f"{source}: {name} is {given!r}, but it must be an object.")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in _SCALED:
-            raise ModelError(
-                f"{source}: {name}.rope_type is {kind!r}, but served are {', '.join(_SCALED)}."
-            )
-        unknown = [field for field, value in given.items() if value and field not in _KNOWN]
-        if unknown:
-            raise ModelError(
-                f"{source}: {name} has fields of unknown meaning for rope type {kind!r}: "
-                f"{', '.join(sorted(unknown)[:5])}; remove them if they change nothing."
-            )
-        for holder, where in ((given, f"{name}."), (config, "")):
-            if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
-                raise ModelError(
-                    f"{source}: {where}partial_rotary_factor is "
-                    f"{holder['partial_rotary_factor']!r}, but only heads that rotate whole (1.0) "
-                    "are served."
-                )
-        theta = given.get("rope_theta")
-        theta = config.get("rope_theta") if theta is None else theta
-        read = {"theta": 10000.0 if theta is None else theta}
-        read |= {field: given.get(field) for field in _SCALED[kind]}
-        for field, value in read.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                spelt = "rope_theta" if field == "theta" else field
-                raise ModelError(
-                    f"{source}: {name}.{spelt} is {value!r}, but rope type {kind!r} needs a "
-                    "positive number there."
-                )
-        if kind == "default" and given.get("factor") not in (None, 1, 1.0):
-            raise ModelError(
-                f"{source}: {name}.factor is {given['factor']!r}, but rope type 'default' does not "
-                "scale; name the type that does, or remove factor."
-            )
-        rope = cls(kind=kind, **{field: float(value) for field, value in read.items()})
-        if kind != "llama3":
-            return rope
-        if rope.high_freq_factor <= rope.low_freq_factor:
-            raise ModelError(
-                f"{source}: {name}.high_freq_factor={rope.high_freq_factor} must be greater than "
-                f"low_freq_factor={rope.low_freq_factor}."
-            )
-        original = config.get("original_max_position_embeddings")
-        original = given.get("original_max_position_embeddings") if original is None else original
-        original = max_positions if original is None else original
-        if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-            raise ModelError(
-                f"{source}: {name}.original_max_position_embeddings is {original!r}, but rope type "
-                "'llama3' needs a whole number of at least 1 there."
-            )
-        fields = {**rope.__dict__, "original_max_position_embeddings": original}
-        return cls(**fields)
+        return made[0]
 
     @property
     def attention_scaling(self) -> float:
@@ -144,3 +86,64 @@ class Rope:
         blended = (one - share) * stretched / factor + share * stretched
         between = ~(wavelength < original / high) & ~(wavelength > original / low)
         return np.where(between, blended, stretched).astype(np.float32)
+
+
+def _read(config: Mapping[str, Any], name: str, max_positions: int, source: str) -> Rope:
+    """The rope that the field `name` states, with what the fields beside it add."""
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{source}: {name} is {given!r}, but it must be an object.")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in _SCALED:
+        raise ModelError(
+            f"{source}: {name}.rope_type is {kind!r}, but served are {', '.join(_SCALED)}."
+        )
+    _refuse_what_is_not_read(config, name, kind, source)
+    theta = given.get("rope_theta")
+    theta = config.get("rope_theta") if theta is None else theta
+    numbers = {"rope_theta": 10000.0 if theta is None else theta}
+    numbers |= {field: given.get(field) for field in _SCALED[kind]}
+    for field, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelError(
+                f"{source}: {name}.{field} is {value!r}, but rope type {kind!r} needs a positive "
+                "number there."
+            )
+    rope = Rope(float(numbers["rope_theta"]), kind, *(float(numbers[f]) for f in _SCALED[kind]))
+    if kind != "llama3":
+        return rope
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise ModelError(
+            f"{source}: {name}.high_freq_factor={rope.high_freq_factor} must be greater than "
+            f"low_freq_factor={rope.low_freq_factor}."
+        )
+    original = config.get("original_max_position_embeddings")
+    original = given.get("original_max_position_embeddings") if original is None else original
+    original = max_positions if original is None else original
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise ModelError(
+            f"{source}: {name}.original_max_position_embeddings is {original!r}, but rope type "
+            "'llama3' needs a whole number of at least 1 there."
+        )
+    return replace(rope, original_max_position_embeddings=original)
+
+
+def _refuse_what_is_not_read(config: Mapping[str, Any], name: str, kind: str, source: str) -> None:
+    given = config.get(name) or {}
+    unknown = [field for field, value in given.items() if value and field not in _KNOWN]
+    if unknown:
+        raise ModelError(
+            f"{source}: {name} has fields of unknown meaning for rope type {kind!r}: "
+            f"{', '.join(sorted(unknown)[:5])}; remove them if they change nothing."
+        )
+    for holder, where in ((given, f"{name}."), (config, "")):
+        if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ModelError(
+                f"{source}: {where}partial_rotary_factor is {holder['partial_rotary_factor']!r}, "
+                "but only heads that rotate whole (1.0) are served."
+            )
+    if kind == "default" and given.get("factor") not in (None, 1, 1.0):
+        raise ModelError(
+            f"{source}: {name}.factor is {given['factor']!r}, but rope type 'default' does not "
+            "scale; name the type that does, or remove factor."
+        )

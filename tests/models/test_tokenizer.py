@@ -1,111 +1,26 @@
-"""Tokenizers and chat templates against transformers; streamed text against decode of all ids."""
+"""Tokenizers of folders and GGUF files against transformers, and every refusal by name."""
 
 import json
-import random
-from functools import cache
 from pathlib import Path
 
-import gguf
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizer_cases import (
+    CHAT,
+    PLAIN,
+    SPECIAL,
+    TEXTS,
+    byte_level_fields,
+    sentencepiece,
+    trained,
+    write_gguf,
+)
+from tokenizers import decoders, models, normalizers, processors
 
-from scute_jax.models.chat_template import render_chat
 from scute_jax.models.errors import ModelError
 from scute_jax.models.gguf_tokenizer import WORD_SPLITS
 from scute_jax.models.tokenizer import Tokenizer, load_tokenizer
-
-TEXTS = [
-    "",
-    "Hello, world!",
-    "The quick brown fox doesn't jump; it'll've WALKED'S.",
-    "naïve café — “quoted” …",
-    "e\u0301 is e plus an accent, \u00e9 is one character",
-    "漢字かな交じり文、한국어 текст עברית العربية ไทย",
-    "😀👩‍👩‍👧‍👦🏳️‍🌈 flags 🇩🇪",
-    "tabs\tand\nnew\n\nlines\r\nand   many    spaces ",
-    "def f(x):\n    return x ** 2  # comment\n\n\nclass A:\n\tpass\n",
-    "x=3.14159;y=-2e10",
-    '{"json": [1, 2, null], \'a\': "b\\n"}',
-    "https://example.org/a?b=c&d=%20#e",
-    "\u200bzero width\u00a0and no-break\ufeff",
-    "a\x00b\x7f\x1b[0m",
-    "<|im_start|>user\nhi<|im_end|>\n<s>[INST] x [/INST]</s> <unk>",
-    "word" * 50,
-]
-CORPUS = TEXTS + ["the cat sat on the mat and the hat", "don't you'll we're 123 4567 " * 3] * 4
-SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
-
-
-@cache
-def trained(pre: str = "llama-bpe") -> tokenizers.Tokenizer:
-    """A small byte-level BPE that splits words as the models of `pre` do, with three specials."""
-    split = WORD_SPLITS[pre]
-    encoding = tokenizers.Tokenizer(models.BPE(ignore_merges=split.ignore_merges))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    if split.regex:
-        steps.append(pre_tokenizers.Split(tokenizers.Regex(split.regex), "isolated"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.regex)
-    encoding.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
-    encoding.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    encoding.train_from_iterator(CORPUS, trainer)
-    return encoding
-
-
-@cache
-def sentencepiece() -> dict:
-    """A SentencePiece-like vocabulary: tokens, scores and types as a GGUF file lists them."""
-    words = "he at on ▁c ▁s ▁t ▁o the ▁the ▁cat ▁sat ▁on ▁▁ ▁▁▁▁ 12".split()
-    letters = sorted({c for text in CORPUS[:4] for c in text if c.isascii() and c.isprintable()})
-    letters = ["▁", *(letter for letter in letters if letter != " ")]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
-    tokens = list(dict.fromkeys(tokens))
-    types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
-    scores = [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)]
-    return {"tokens": tokens, "scores": scores, "token_type": types}
-
-
-def write_gguf(path: Path, **fields) -> Path:
-    """A GGUF file of a tokenizer alone; a field that is None is left out."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in fields.items():
-        key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
-def byte_level_fields(pre: str) -> dict:
-    stored = json.loads(trained(pre).to_str())
-    vocab = stored["model"]["vocab"]
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    return {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": tokens,
-        "token_type": [3 if token in SPECIAL else 1 for token in tokens],
-        "merges": [" ".join(pair) for pair in stored["model"]["merges"]],
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
 
 
 def check_equal(ours: Tokenizer, theirs, texts=TEXTS) -> None:
@@ -324,60 +239,6 @@ def test_text_that_utf8_cannot_hold_is_refused():
         Tokenizer(trained()).encode("a\ud800")
 
 
-# --- chat templates ---
-
-PLAIN = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TEMPLATES = {
-    "plain": PLAIN,
-    "specials, trim, missing names": "{{ bos_token }}{{ nothing }}{% for m in messages %}"
-    "{{ m.content | trim }}{{ eos_token }}{% endfor %}{{ pad_token }}",
-    "namespace and loop control": """
-        {%- set ns = namespace(count=0, last='') -%}
-        {%- for m in messages %}
-            {%- if m.role == 'tool' %}{% continue %}{% endif %}
-            {%- set ns.count = ns.count + 1 %}{% set ns.last = m.role %}
-            {%- if ns.count > 2 %}{% break %}{% endif %}
-        {%- endfor %}
-        {{ ns.count }} {{ ns.last }}
-    """,
-    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ tools | tojson }}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "date": "{{ strftime_now('%Y') }}{% if tools is none %} no tools{% endif %}",
-    "blocks and whitespace": """
-{% for m in messages %}
-    {% if m.name is defined %}
-    {{ m.name }}
-    {% endif %}
-  {{ m.role | upper }}: {{ m.content[:5] }}
-{% endfor %}
-""",
-    "dict": "{{ dict(a=1).items() | list }}{{ messages[0].items() | list }}",
-}
-CHAT = [
-    {"role": "system", "content": " Be <b>brief</b> & “kind”. ", "name": None},
-    {"role": "user", "content": "hello\n"},
-    {"role": "assistant", "content": "hi 漢"},
-    {"role": "user", "content": "bye"},
-]
-
-
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_render_as_in_transformers(name, prompt):
-    special = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=trained(), chat_template=TEMPLATES[name], **special
-    )
-    ours = Tokenizer(trained(), special, TEMPLATES[name])
-    text = ours.apply_chat_template(CHAT, prompt)
-    assert text == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
-    assert ours.encode_chat(CHAT, prompt) == theirs.encode(text, add_special_tokens=False)
-
-
 def test_where_templates_are_kept(tmp_path):
     save_folder(tmp_path, trained())
     assert load_tokenizer(tmp_path).chat_template is None
@@ -390,86 +251,6 @@ def test_where_templates_are_kept(tmp_path):
     assert ours.apply_chat_template(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False)
     write_gguf(tmp_path / "m.gguf", **byte_level_fields("gpt-2"), chat_template="G")
     assert load_tokenizer(tmp_path / "m.gguf").chat_template == "G"
-
-
-@pytest.mark.parametrize(
-    "template, messages, message",
-    [
-        (PLAIN, [], "at least one"),
-        (PLAIN, "hi", "must be a list"),
-        (PLAIN, ["hi"], "a message is 'hi'"),
-        (PLAIN, [{"content": "hi"}], "with a role"),
-        (PLAIN, [{"role": "user", "content": object()}], "holds a object"),
-        ("{{ raise_exception('roles must alternate') }}", CHAT, "roles must alternate"),
-        ("{% for %}", CHAT, "TemplateSyntaxError"),
-        ("{{ messages.x.y }}", CHAT, "UndefinedError"),
-        ("{{ 1 / 0 }}", CHAT, "ZeroDivisionError"),
-        ("{{ ''.__class__.__mro__ }}", CHAT, "SecurityError"),
-        ("{{ messages.append(1) }}", CHAT, "SecurityError"),
-        ("{{ namespace(__class__=1) }}", CHAT, "SecurityError"),
-    ],
-)
-def test_what_a_template_refuses_is_an_error_of_the_request(template, messages, message):
-    with pytest.raises(ModelError, match=message):
-        render_chat(template, messages, True, {})
-
-
-def test_a_model_without_a_template_says_so():
-    with pytest.raises(ModelError, match="no chat template: send a prompt"):
-        Tokenizer(trained()).encode_chat(CHAT)
-
-
-# --- streaming ---
-
-
-def check_stream(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
-    stream = tokenizer.stream(skip)
-    parts = [stream.push(number) for number in ids]
-    assert not any("\ufffd" in part[-1:] for part in parts)
-    parts.append(stream.finish())
-    assert "".join(parts) == tokenizer.decode(ids, skip)
-    return parts
-
-
-@pytest.fixture(scope="module")
-def streaming(tmp_path_factory) -> dict[str, Tokenizer]:
-    path = tmp_path_factory.mktemp("stream") / "m.gguf"
-    fields = sentencepiece() | {"bos_token_id": 1, "eos_token_id": 2}
-    spm = load_tokenizer(write_gguf(path, model="llama", **fields))
-    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="c"))
-    return {"bytes": Tokenizer(trained()), "spm": spm, "words": Tokenizer(words)}
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_streamed_parts_join_to_the_whole(streaming, data):
-    tokenizer = streaming[data.draw(st.sampled_from(sorted(streaming)))]
-    # The first 300 ids: specials and single bytes, which make and break characters.
-    number = st.integers(0, min(300, tokenizer.vocab_size - 1)) | st.integers(
-        0, tokenizer.vocab_size - 1
-    )
-    check_stream(tokenizer, data.draw(st.lists(number, max_size=30)), data.draw(st.booleans()))
-
-
-@pytest.mark.parametrize("kind", ["bytes", "spm"])
-def test_whole_characters_are_given_at_once(streaming, kind):
-    tokenizer = streaming[kind]
-    for text in TEXTS:
-        parts = check_stream(tokenizer, tokenizer.encode(text, add_special_tokens=False), False)
-        assert sum(map(bool, parts[:-1])) >= len(text.split()) * 0.5
-    parts = check_stream(tokenizer, tokenizer.encode("the cat", add_special_tokens=False), True)
-    assert parts[-1] == "" and len(parts) > 2
-
-
-def test_special_tokens_within_a_run_of_bytes(streaming):
-    tokenizer = streaming["spm"]
-    euro, start = [3 + byte for byte in "€".encode()], tokenizer.bos_token_id
-    check_stream(tokenizer, [*euro, start, 3 + 0xFF, *tokenizer.encode("the")], True)
-    check_stream(tokenizer, [*euro, start, *euro, start], True)
-    check_stream(tokenizer, [*tokenizer.encode("the"), start, *tokenizer.encode("the")], True)
-
-
-# --- SmolLM2 ---
 
 
 @pytest.fixture(scope="module")
@@ -502,13 +283,3 @@ def test_smollm2_splits_digits_as_its_own_tokenizer_does(smollm2):
     assert ours.encode("a  1") == [81, 256, 33]
     assert theirs.encode("a  1") == [81, 216, 216, 33]
     assert ours.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
-
-
-@pytest.mark.model
-def test_smollm2_streams_random_ids(smollm2):
-    ours, _ = smollm2
-    rng = random.Random(0)
-    for _ in range(20):
-        check_stream(ours, [rng.randrange(ours.vocab_size) for _ in range(100)], True)
-    for text in TEXTS:
-        check_stream(ours, ours.encode(text), True)
