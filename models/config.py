@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from scute_jax.models.errors import ModelError
 from scute_jax.models.rope import Rope
 
@@ -216,7 +214,7 @@ class _Fields:
         return self.config[name] if name in self.config else self.defaults.get(name)
 
     def fail(self, name: str, needed: str) -> ModelError:
-        had = repr(self.config[name]) if name in self.config else "missing"
+        had = f"{self.config[name]!r:.60}" if name in self.config else "missing"
         return ModelError(f"{self.source}: {name} is {had}, but {needed}.")
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> Any:
@@ -243,7 +241,7 @@ class _Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
             raise self.fail(name, "it must be a number")
         return float(value)
 

@@ -94,7 +94,7 @@ def _read(config: Mapping[str, Any], name: str, max_positions: int, source: str)
     if not isinstance(given, Mapping):
         raise ModelError(f"{source}: {name} is {given!r}, but it must be an object.")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in _SCALED:
+    if not isinstance(kind, str) or kind not in _SCALED:
         raise ModelError(
             f"{source}: {name}.rope_type is {kind!r}, but served are {', '.join(_SCALED)}."
         )
@@ -104,12 +104,13 @@ def _read(config: Mapping[str, Any], name: str, max_positions: int, source: str)
     numbers = {"rope_theta": 10000.0 if theta is None else theta}
     numbers |= {field: given.get(field) for field in _SCALED[kind]}
     for field, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise ModelError(
                 f"{source}: {name}.{field} is {value!r}, but rope type {kind!r} needs a positive "
                 "number there."
             )
-    rope = Rope(float(numbers["rope_theta"]), kind, *(float(numbers[f]) for f in _SCALED[kind]))
+    scaled = {field: float(numbers[field]) for field in _SCALED[kind]}
+    rope = replace(Rope(float(numbers["rope_theta"]), kind), **scaled)
     if kind != "llama3":
         return rope
     if rope.high_freq_factor <= rope.low_freq_factor:

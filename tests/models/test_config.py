@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -181,6 +183,25 @@ def test_both_spellings_of_rope_agree():
 def test_refusals_name_the_field(fields, message):
     with pytest.raises(ModelError, match=f"some/config.json.*{message}"):
         LlamaConfig.from_hf({**TINY, **fields}, source="some/config.json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(field=st.sampled_from([*sorted(READ), *LLAMA3, "type"]), value=JSON)
+@example(field="rope_type", value=[])
+def test_any_value_in_any_field_is_served_or_refused(field, value):
+    for base in (TINY, {**TINY, "model_type": "qwen2", "use_sliding_window": True}):
+        try:
+            LlamaConfig.from_hf({**base, field: value})
+            LlamaConfig.from_hf({**base, "rope_parameters": {**LLAMA3, field: value}})
+        except ModelError as error:
+            assert "config.json" in str(error)
 
 
 def test_fields_that_are_switched_off_pass():
