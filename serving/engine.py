@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from scute_jax.errors import AdapterError
@@ -43,6 +44,14 @@ class AdapterInfo:
     version: str
     resident: bool
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A submitted request: where its pieces arrive, and its sequence unless it was refused."""
+
+    sink: deque[Chunk]
+    sequence: Sequence | None
 
 
 class Engine:
@@ -127,38 +136,47 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """The completions of all requests, in their order. A request that cannot be served has
         finish_reason "error" and says why in `error`; the others are not affected."""
-        requests = list(requests)
         done: dict[int, Completion] = {}
         for place, chunk in self._run(requests):
             if chunk.completion is not None:
                 done[place] = chunk.completion
-        return [done[place] for place in range(len(requests))]
+        return [done[place] for place in range(len(done))]
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Chunk]:
         """Pieces of the texts as they are generated; the last one of each request carries its
-        completion. Closing the iterator cancels what is left."""
-        for _, chunk in self._run(list(requests)):
+        completion. Requests are taken from the iterable as there is room for them. Closing the
+        iterator cancels what is left."""
+        for _, chunk in self._run(requests):
             yield chunk
 
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, Chunk]]:
+    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Chunk]]:
+        """(place of the request, piece of its text) until all requests are done."""
+        source = enumerate(requests)
+        tickets: dict[int, Ticket] = {}
         with self._lock:
-            self._reserve()
-            sinks = dict(enumerate(self._submit(request) for request in requests))
+            self._residency.reserve(self._registry.tenants())
         try:
-            while sinks:
-                waiting = True
-                for place, (sink, _) in list(sinks.items()):
-                    while sink:
-                        waiting, chunk = False, sink.popleft()
-                        if chunk.completion is not None:
-                            del sinks[place]
-                        yield place, chunk
-                if sinks and waiting:
+            while True:
+                room = self.options.window - len(tickets)
+                for place, request in islice(source, room):
+                    with self._lock:
+                        tickets[place] = self._submit(request)
+                if not tickets:
+                    return
+                ready = [place for place, ticket in tickets.items() if ticket.sink]
+                if not ready:
                     self.step()
+                for place in ready:
+                    sink = tickets[place].sink
+                    while sink:
+                        chunk = sink.popleft()
+                        if chunk.completion is not None:
+                            del tickets[place]
+                        yield place, chunk
         finally:
-            for _, sequence in sinks.values():
-                if sequence is not None:
-                    self.cancel(sequence)
+            for ticket in tickets.values():
+                if ticket.sequence is not None:
+                    self.cancel(ticket.sequence)
 
     def step(self) -> None:
         """One round: launches what the scheduler gives and reads the oldest results."""
@@ -182,7 +200,7 @@ class Engine:
 
     # The steps of the loop.
 
-    def _submit(self, request: Request) -> tuple[deque[Chunk], Sequence | None]:
+    def _submit(self, request: Request) -> "Ticket":
         """Queues a request. One that cannot be served is answered at once."""
         self._arrivals += 1
         name = request.id if request.id is not None else f"request-{self._arrivals}"
@@ -190,9 +208,9 @@ class Engine:
             sequence = self._sequence(request, name)
         except (RequestError, AdapterError) as error:
             refused = Completion(name, request.adapter, "", (), "error", error=str(error))
-            return deque([Chunk(name, "", (), refused)]), None
+            return Ticket(deque([Chunk(name, "", (), refused)]), None)
         self._scheduler.add(sequence)
-        return sequence.sink, sequence
+        return Ticket(sequence.sink, sequence)
 
     def _sequence(self, request: Request, name: str) -> Sequence:
         sampling = request.sampling
@@ -241,9 +259,6 @@ class Engine:
                 f"{self.max_context}; shorten it or give the cache more memory."
             )
         return ids
-
-    def _reserve(self) -> None:
-        self._residency.reserve(self._registry.tenants())
 
     def _settle(self) -> None:
         """Reads the results of everything that was launched."""

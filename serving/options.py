@@ -33,10 +33,11 @@ class EngineOptions:
     decode_rows: tuple[int, ...] = (16,)
     steps: int = 8  # tokens per decode call
     ahead: int = 0  # calls launched before the results of the last one are read
+    window: int = 4096  # requests that one `generate` or `stream` has in the engine at a time
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_adapters", "page_size", "block", "steps"):
+        for name in ("max_adapters", "page_size", "block", "steps", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
         for name in ("prefill_blocks", "decode_rows"):

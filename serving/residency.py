@@ -22,6 +22,7 @@ class Residency:
 
     def __init__(self, widths: Mapping[str, tuple[int, int]], max_adapters: int, dtype: jnp.dtype):
         self._widths, self.max_adapters, self._dtype = widths, max_adapters, dtype
+        self.routes: frozenset[str] = frozenset()  # that tenants seen so far use
         self._bank: AdapterBank | None = None
         self._slot: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._tenant: dict[str, Tenant] = {}
@@ -31,9 +32,9 @@ class Residency:
 
     def reserve(self, tenants: Iterable[Tenant]) -> None:
         """Makes the bank so large that any `max_adapters` of these tenants fit together."""
-        adapters = [t.adapter for t in tenants if t.adapter is not None]
-        adapters += [t.adapter for t in self._tenant.values()]
-        capacity = capacity_for(adapters, self.max_adapters)
+        tenants = [tenant for tenant in tenants if tenant.adapter is not None]
+        self.routes = self.routes.union(*(tenant.routes for tenant in tenants))
+        capacity = capacity_for((t.adapter for t in tenants), self.max_adapters)
         if self._bank is None:
             self._rebuild(capacity)
         elif not self._bank.capacity.covers(capacity):

@@ -65,7 +65,7 @@ class Runner:
         return drawn
 
     def _variant(self, shape: tuple, sequences: list[Sequence]) -> tuple[dict, dict]:
-        variant = self.variants.choose(shape, needed(sequences))
+        variant = self.variants.choose(shape, needed(sequences), self.residency.routes)
         slots = self.residency.slots(variant.routes)
         return slots, {"sampled": variant.sampled, "top": variant.top}
 

@@ -1,7 +1,7 @@
 """Which compiled version of a step runs: one that has the live routes of its batch, few others."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scute_jax.serving.request import MAX_TOP_LOGPROBS
 from scute_jax.serving.sequence import Sequence
@@ -37,32 +37,27 @@ def needed(sequences: Iterable[Sequence]) -> Variant:
 
 
 class Variants:
-    """The variants of each compiled shape.
+    """The variants of each compiled shape, few of them.
 
-    Until `close`, a step runs the least variant that its batch needs, compiling it if it is new.
-    After it (when all that will be wanted is compiled), it runs the least that is there.
+    A step runs the least compiled variant that covers what its batch needs. Where there is none, a
+    batch of base rows gets one of its own, and any other batch one with all routes that registered
+    adapters use; `add` states variants that shall be there besides (see Engine.warm_up).
     """
 
     def __init__(self) -> None:
         self._ready: dict[tuple, set[Variant]] = {}
-        self._closed = False
 
-    def choose(self, shape: tuple, need: Variant) -> Variant:
+    def choose(self, shape: tuple, need: Variant, all_routes: frozenset[str]) -> Variant:
         """The variant to run for a shape: it covers `need`."""
         ready = self._ready.setdefault(shape, set())
-        if self._closed and need not in ready:
-            need = min((v for v in ready if v.covers(need)), key=lambda v: v.cost, default=need)
+        covering = [variant for variant in ready if variant.covers(need)]
+        if covering:
+            return min(covering, key=lambda variant: variant.cost)
+        if need.routes:
+            need = replace(need, routes=need.routes | all_routes)
         ready.add(need)
         return need
 
-    def close(self) -> None:
-        """From now on prefer what is compiled."""
-        self._closed = True
-
-    def reset(self) -> None:
-        """Forgets everything: the shapes of the slots have changed."""
-        self._ready.clear()
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self._ready.values()))
+    def add(self, shape: tuple, variant: Variant) -> None:
+        """Makes a variant one of those that a shape may run."""
+        self._ready.setdefault(shape, set()).add(variant)
