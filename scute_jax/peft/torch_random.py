@@ -21,14 +21,17 @@ class TorchGenerator:
         """torch.empty(shape).uniform_(low, high, generator=self), float32.
 
         u (high - low) + low with u of 24 random bits. Torch rounds once, since its loop is compiled
-        to fused multiply-adds; in float64 the products are exact, so one rounding is left here.
+        to fused multiply-adds; in float64 all is exact before the one rounding that is left here,
+        as long as low is 0, -high or of its size. What is rounded to `high` becomes `low`.
         """
         low32, high32 = np.float32(low), np.float32(high)
         bits = self._bits.random_raw(math.prod(shape)).reshape(shape) & 0xFFFFFF
         uniform = bits.astype(np.float64) * 2.0**-24
         uniform *= np.float64(high32 - low32)
         uniform += np.float64(low32)
-        return uniform.astype(np.float32)
+        rounded = uniform.astype(np.float32)
+        rounded[rounded == high32] = low32
+        return rounded
 
     def kaiming_uniform(self, shape: tuple[int, int]) -> Float[np.ndarray, "rows columns"]:
         """Uniform in +-sqrt(6 / columns): _kaiming_init of peft/tuners/vera/model.py."""

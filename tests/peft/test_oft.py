@@ -49,7 +49,7 @@ def test_every_option(size, neumann, terms, coft, eps, shared, bias, modules, ba
         bias=bias,
         target_modules=list(modules),
     )
-    spread = 0.5 / math.sqrt(max(k, 80 // max(r, 1)))  # the norm of Q stays below one
+    spread = 0.5 / math.sqrt(max(k, 80 // max(r, 1), 1))  # the norm of Q stays below one
     adapter = serve(config, base, scale=spread, needs_effect=False, save_embedding_layers=False)
     assert set(adapter.live) - {"b"} == {"R"}
 

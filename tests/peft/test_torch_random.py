@@ -22,16 +22,17 @@ def test_a_known_draw():
 @given(
     seed=st.one_of(st.integers(-(2**63), 2**64 - 1), st.integers(0, 100)),
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    low=st.floats(-4, 4, width=32),
-    width=st.floats(0.0078125, 8, width=32),
+    high=st.floats(0.0078125, 8, width=32),
+    around=st.booleans(),
 )
-def test_uniform_is_torch_s(seed, shape, low, width):
+def test_uniform_is_torch_s(seed, shape, high, around):
     torch = pytest.importorskip("torch", reason=REASON)
     generator = torch.Generator("cpu").manual_seed(seed)
     ours = TorchGenerator(seed)
+    low = -high if around else 0.0
     for _ in range(2):  # the second draw goes on where the first ended
-        theirs = torch.empty(shape).uniform_(low, low + width, generator=generator).numpy()
-        assert np.array_equal(ours.uniform(shape, low, low + width), theirs)
+        theirs = torch.empty(shape).uniform_(low, high, generator=generator).numpy()
+        assert np.array_equal(ours.uniform(shape, low, high), theirs)
 
 
 @pytest.mark.parametrize("seed", range(12))
