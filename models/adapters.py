@@ -1,5 +1,7 @@
 """What a Llama does to an adapter before it is resident: slots moved to where they cost less."""
 
+from dataclasses import replace
+
 import jax
 
 from scute_jax.fold import fold
@@ -21,6 +23,6 @@ def for_llama(adapter: Adapter) -> Adapter:
         if site.endswith(".mlp.down_proj") and scales_input and not form.terms:
             up = site.removesuffix("down_proj") + "up_proj"
             sites[up] = stack(sites.get(up, NormalForm()), NormalForm(s=form.R[:, 0, 0]))
-            sites[site] = form.replace(R=None)
+            sites[site] = replace(form, R=None)
     changed = {site: form for site, form in sites.items() if jax.tree.leaves(form)}
-    return adapter.replace(sites=changed)
+    return replace(adapter, sites=changed)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from scute_jax.kernels import (
     Implementation,
+    Tiles,
     block_rotate,
     scale_input,
     segmented_expand,
@@ -84,8 +85,8 @@ def apply_fused(
     _check(params, x, seg)
     x = seg.sort(x)
     slots = [site.slots for site in params]
-    tiles, how = seg.tiles, {"implementation": implementation}
-    low = segmented_shrink(x, tuple(s.factors for s in slots), tiles, **how)
+    tiles, how = seg.tiles, implementation
+    low = segmented_shrink(x, tuple(s.factors for s in slots), tiles, implementation=how)
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     h = tuple(_base(site, _transform(x, site.slots, tiles, how), dtype) for site in params)
     h = segmented_expand(
@@ -95,21 +96,23 @@ def apply_fused(
         tuple(s.scale for s in slots),
         tuple(s.shift for s in slots),
         tiles,
-        **how,
+        implementation=how,
     )
     y = tuple(
-        h_i if s.shared is None else shared_factors(h_i, x, s.shared, seg.slot, **how)
+        h_i if s.shared is None else shared_factors(h_i, x, s.shared, seg.slot, implementation=how)
         for h_i, s in zip(h, slots, strict=True)
     )
     return tuple(seg.unsort(y_i) for y_i in y)
 
 
-def _transform(x, slots: SiteSlots, tiles, how) -> Float[Array, "t d_in"]:
+def _transform(
+    x: Float[Array, "t d_in"], slots: SiteSlots, tiles: Tiles, how: Implementation | None
+) -> Float[Array, "t d_in"]:
     """x R of each row's adapter, which has one R: at most one of these passes changes a row."""
     for rotation in slots.rotations:
-        x = block_rotate(x, rotation, tiles, **how)
+        x = block_rotate(x, rotation, tiles, implementation=how)
     if slots.input_scale is not None:
-        x = scale_input(x, slots.input_scale, tiles, **how)
+        x = scale_input(x, slots.input_scale, tiles, implementation=how)
     return x
 
 

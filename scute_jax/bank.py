@@ -20,12 +20,19 @@ from scute_jax.capacity import BankCapacity, pair_ranks, site_use
 from scute_jax.errors import AdapterError
 from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
 from scute_jax.normal_form import Adapter, NormalForm
-from scute_jax.slots import SiteSlots, check_form, input_vector, rotation_offset, shared_vectors
+from scute_jax.slots import (
+    SiteSlots,
+    check_form,
+    input_vector,
+    owned_factors,
+    rotation_offset,
+    shared_vectors,
+)
 
 # An array of the bank is named by where it belongs and what it holds: ("layers.0.mlp.up_proj", "A")
 # or, for the shared pairs, (their width, "pair_A"). A write is one entry of it: (index, value).
 Key = tuple[Any, str]
-Writes = dict[Key, list[tuple[int, np.ndarray]]]
+Writes = dict[Key, list[tuple[int, np.ndarray | np.int32]]]
 
 
 class BankFull(AdapterError):
@@ -269,7 +276,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
 
 def _entries(form: NormalForm, d_out: int) -> dict[str, Any]:
     """The numbers of each entry that a folded form takes, by kind."""
-    owned = [term for term in form.terms if term.pair is None and term.rank]
+    owned = owned_factors(form)
     shared = [term for term in form.terms if term.pair is not None]
     vectors = {
         "scale": None if form.s is None else np.asarray(form.s) - 1,
@@ -280,9 +287,8 @@ def _entries(form: NormalForm, d_out: int) -> dict[str, Any]:
     if R is not None:
         vectors[f"rotation{R.shape[-1]}"] = R
     entries: dict[str, Any] = {k: np.asarray(v) for k, v in vectors.items() if v is not None}
-    if owned:
-        A = np.concatenate([np.asarray(term.A).T for term in owned])
-        entries["pages"] = (A, np.concatenate([np.asarray(term.B) for term in owned]))
+    if owned is not None:
+        entries["pages"] = tuple(map(np.asarray, owned))
     if shared:
         both = [shared_vectors(term, d_out) for term in shared]
         entries["shared"] = [(np.asarray(d), np.asarray(e)) for d, e in both]

@@ -5,6 +5,8 @@ to A, e next to B. s, b and R stand next to the frozen W only and never fold; d 
 pair stay live, and its c moves into d.
 """
 
+from dataclasses import replace
+
 from jaxtyping import Array
 
 from scute_jax.namespace import namespace
@@ -17,7 +19,7 @@ def fold(nf: NormalForm) -> NormalForm:
     Dtypes: products are taken in float32 and rounded once to the dtype of A or B.
     Every owned term of the result has c == 1.0 and d is None and e is None.
     """
-    return nf.replace(terms=tuple(map(_fold_term, nf.terms)))
+    return replace(nf, terms=tuple(map(_fold_term, nf.terms)))
 
 
 def _fold_term(term: Term) -> Term:
@@ -28,7 +30,7 @@ def _fold_term(term: Term) -> Term:
             return term
         xp = namespace(term.d, term.c)
         d = xp.ones((term.rank,), xp.float32) if term.d is None else term.d
-        return term.replace(c=1.0, d=_product(d, term.c))
+        return replace(term, c=1.0, d=_product(d, term.c))
     A, B = term.A, term.B
     if term.d is not None:
         A = _product(A, term.d[None, :], term.c)
@@ -36,7 +38,7 @@ def _fold_term(term: Term) -> Term:
         A = _product(A, term.c)
     if term.e is not None:
         B = _product(B, term.e[None, :])
-    return term.replace(A=A, B=B, c=1.0, d=None, e=None)
+    return replace(term, A=A, B=B, c=1.0, d=None, e=None)
 
 
 def _product(owned: Array, *slots: Array | float) -> Array:

@@ -1,9 +1,9 @@
 """Segments: which rows of a batch belong to which adapter, worked out once per step."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from scute_jax.kernels.tiles import Tiles, make_tiles
@@ -47,7 +47,7 @@ def segments(
     Raises: ValueError if concrete ids lie outside [-1, num_adapters) or break the promise.
     Undefined: the same of ids that are traced.
     """
-    if not isinstance(adapter_ids, jax.core.Tracer):
+    if not isinstance(adapter_ids, Tracer):
         _check(np.asarray(adapter_ids), num_adapters, presorted)
     ids = jnp.asarray(adapter_ids, jnp.int32)
     order = None if presorted else jnp.argsort(ids, stable=True).astype(jnp.int32)

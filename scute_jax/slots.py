@@ -1,14 +1,16 @@
 """The slots of all adapters at one site, packed into the pools that the kernels read."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from scute_jax.fold import fold
 from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
+from scute_jax.namespace import namespace
 from scute_jax.normal_form import NormalForm, Term
 
 PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
@@ -43,8 +45,9 @@ def pack_site(
         check_form(form, d_in, d_out, f"forms[{k}]")
     scales = [None if f.s is None else f.s - 1 for f in forms]
     inputs = [input_vector(f) for f in forms]
+    owned = [owned_factors(f) for f in forms]
     return SiteSlots(
-        factors=_pack_factors([owned_factors(f) for f in forms], dtype, page),
+        factors=_pack_factors(owned, dtype, page) if _any(owned) else None,
         scale=_pack_vectors(scales, dtype),
         shift=_pack_vectors([f.b for f in forms], dtype),
         input_scale=_pack_vectors(inputs, dtype),
@@ -55,6 +58,7 @@ def pack_site(
 
 def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
     """Raises ValueError if a slot of the form does not fit a site of these widths."""
+    shapes: dict[str, tuple[Array | None, tuple[int, ...]]]
     shapes = {"s": (form.s, (d_out,)), "b": (form.b, (d_out,))}
     if form.R is not None:
         m = form.R.shape[-1]
@@ -76,13 +80,15 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
             )
 
 
-def owned_factors(form: NormalForm) -> tuple[Float[Array, "r d_in"], Float[Array, "r d_out"]]:
+def owned_factors(
+    form: NormalForm,
+) -> tuple[Float[Array, "r d_in"], Float[Array, "r d_out"]] | None:
     """The factors of a folded form, all owned terms side by side, one row per rank."""
     owned = [term for term in form.terms if term.pair is None and term.rank > 0]
     if not owned:
         return None
-    A = jnp.concatenate([jnp.asarray(term.A).T for term in owned])
-    return A, jnp.concatenate([jnp.asarray(term.B) for term in owned])
+    xp = namespace(*(factor for term in owned for factor in (term.A, term.B)))
+    return xp.concatenate([t.A.T for t in owned]), xp.concatenate([t.B for t in owned])
 
 
 def input_vector(form: NormalForm) -> Float[Array, "d_in"] | None:
@@ -99,16 +105,14 @@ def rotation_offset(form: NormalForm) -> Float[Array, "d_in/m m m"] | None:
     return form.R - np.eye(form.R.shape[-1], dtype=form.R.dtype)[None]
 
 
-def shared_vectors(term: Term, d_out: int) -> tuple[Float[Array, "r"], Float[Array, "d_out"]]:
+def shared_vectors(term: Term, d_out: int) -> tuple[Float[Any, "r"], Float[Any, "d_out"]]:
     """d and e of a folded term on a shared pair, ones where the term has none."""
     d = np.ones((term.rank,), np.float32) if term.d is None else term.d
     return d, np.ones((d_out,), np.float32) if term.e is None else term.e
 
 
-def _pack_factors(owned: list, dtype: jnp.dtype, page: int) -> LowRank | None:
-    """Pages of each adapter's own ranks, one after the other."""
-    if all(factors is None for factors in owned):
-        return None
+def _pack_factors(owned: Sequence, dtype: jnp.dtype, page: int) -> LowRank:
+    """Pages of each adapter's own ranks, one after the other; at least one has factors."""
     ranks = [0 if factors is None else factors[0].shape[0] for factors in owned]
     pages = [-(-rank // page) for rank in ranks]
     table = np.zeros((len(owned), max(pages)), np.int32)
@@ -129,27 +133,24 @@ def paged(rows: Float[Array, "r d"], page: int, dtype: jnp.dtype) -> Float[Array
     return jnp.reshape(rows, (-1, page, rows.shape[1]))
 
 
-def _pack_vectors(vectors: list, dtype: jnp.dtype) -> Vectors | None:
-    packed = _pack_rows(vectors, dtype)
-    return None if packed is None else Vectors(*packed)
+def _pack_vectors(vectors: Sequence, dtype: jnp.dtype) -> Vectors | None:
+    return Vectors(*_pack_rows(vectors, dtype)) if _any(vectors) else None
 
 
 def _pack_rotations(forms: Sequence[NormalForm], dtype: jnp.dtype) -> tuple[Rotation, ...]:
     offsets = [rotation_offset(form) for form in forms]
     sizes = sorted({R.shape[-1] for R in offsets if R is not None})
-    return tuple(
-        Rotation(
-            *_pack_rows([R if R is not None and R.shape[-1] == m else None for R in offsets], dtype)
-        )
-        for m in sizes
-    )
+    of_size = ([R if R is not None and R.shape[-1] == m else None for R in offsets] for m in sizes)
+    return tuple(Rotation(*_pack_rows(own, dtype)) for own in of_size)
 
 
-def _pack_rows(arrays: list, dtype: jnp.dtype):
-    """The arrays that are there, stacked, and the row of each adapter (-1 = none)."""
+def _any(parts: Sequence) -> bool:
+    return any(part is not None for part in parts)
+
+
+def _pack_rows(arrays: Sequence, dtype: jnp.dtype) -> tuple[Array, Int[Array, "K"]]:
+    """The arrays that are there (at least one), stacked, and the row of each adapter or -1."""
     present = [array for array in arrays if array is not None]
-    if not present:
-        return None
     row = np.full((len(arrays),), -1, np.int32)
     row[[k for k, array in enumerate(arrays) if array is not None]] = range(len(present))
     values = jnp.stack([jnp.asarray(array).astype(dtype) for array in present])

@@ -9,6 +9,7 @@ and s2 behind its B. The other order is another function.
 """
 
 import math
+from dataclasses import replace
 
 from jaxtyping import Array, Float
 
@@ -67,9 +68,9 @@ def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
 def _behind(term: Term, R: Array | None, s: Array | None) -> Term:
     """The term of the first adapter as a term of the stack: R in front, s behind."""
     if R is not None:
-        term = term.replace(A=_rotate_rows(R, term.A), pair=None)
+        term = replace(term, A=_rotate_rows(R, term.A), pair=None)
     if s is not None:
-        term = term.replace(e=_times(term.e, s))
+        term = replace(term, e=_times(term.e, s))
     return term
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from scute_jax.errors import AdapterError
 from scute_jax.models.checkpoint import load_model
 from scute_jax.models.config import LlamaConfig
+from scute_jax.models.errors import ModelError
 from scute_jax.models.params import LlamaParams
-from scute_jax.models.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from scute_jax.models.tokenizer import Tokenizer, load_tokenizer
 from scute_jax.normal_form import Adapter
 from scute_jax.peft import load_peft
 from scute_jax.peft.base import Base
@@ -206,7 +207,7 @@ class Engine:
         name = request.id if request.id is not None else f"request-{self._arrivals}"
         try:
             sequence = self._sequence(request, name)
-        except (RequestError, AdapterError) as error:
+        except (RequestError, AdapterError, ModelError) as error:
             refused = Completion(name, request.adapter, "", (), "error", error=str(error))
             return Ticket(deque([Chunk(name, "", (), refused)]), None)
         self._scheduler.add(sequence)
@@ -218,7 +219,7 @@ class Engine:
         prompt = self._prompt(request)
         eos = () if sampling.ignore_eos else self.config.eos_token_id[:MAX_STOP_TOKENS]
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed % (1 << 32)
-        decoder = None if self.tokenizer is None else StreamDecoder(self.tokenizer)
+        decoder = None if self.tokenizer is None else self.tokenizer.stream()
         return Sequence(
             id=name,
             number=self._arrivals,
@@ -249,8 +250,7 @@ class Engine:
         elif request.prompt is not None:
             ids = tuple(self.tokenizer.encode(request.prompt))
         else:
-            text = self.tokenizer.apply_chat_template(request.messages)
-            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            ids = tuple(self.tokenizer.encode_chat(request.messages))
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one.")
         if len(ids) >= self.max_context:

@@ -72,7 +72,8 @@ class Request:
                 raise RequestError(
                     f"adapter must be a name or a list of names, not {self.adapter!r}."
                 )
-            object.__setattr__(self, "adapter", names if len(names) > 1 else names[0])
+            adapter = names if len(names) > 1 else next(iter(names))
+            object.__setattr__(self, "adapter", adapter)
         if self.adapter == "":
             raise RequestError("adapter must be a name; leave the field out for the base model.")
 

@@ -6,6 +6,7 @@ import jax
 
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
+from scute_jax.models.llama import Slots
 from scute_jax.models.params import LlamaParams
 from scute_jax.serving.launch import decode_plan, prefill_plan, prompt_targets
 from scute_jax.serving.options import EngineOptions
@@ -35,9 +36,11 @@ class Runner:
         self._cache = KVCache.create(config, num_pages, options.page_size, dtype)
         self._rows = Rows.create(self.limits.rows)
         how = {"num_slots": residency.max_adapters, "implementation": options.implementation}
-        kept = {"static_argnames": ("sampled", "top"), "donate_argnames": ("cache", "rows")}
-        self._prefill = jax.jit(partial(prefill, config=config, **how), **kept)
-        self._decode = jax.jit(partial(decode, config=config, steps=options.steps, **how), **kept)
+        compiled = partial(
+            jax.jit, static_argnames=("sampled", "top"), donate_argnames=("cache", "rows")
+        )
+        self._prefill = compiled(partial(prefill, config=config, **how))
+        self._decode = compiled(partial(decode, config=config, steps=options.steps, **how))
         self._score = jax.jit(partial(score_prompt, **how), static_argnames="top")
 
     def prefill(self, work: PrefillWork) -> tuple[Drawn, TokenScores | None]:
@@ -64,7 +67,7 @@ class Runner:
         )
         return drawn
 
-    def _variant(self, shape: tuple, sequences: list[Sequence]) -> tuple[dict, dict]:
+    def _variant(self, shape: tuple, sequences: list[Sequence]) -> tuple[Slots, dict]:
         variant = self.variants.choose(shape, needed(sequences), self.residency.routes)
         slots = self.residency.slots(variant.routes)
         return slots, {"sampled": variant.sampled, "top": variant.top}

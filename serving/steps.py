@@ -7,6 +7,8 @@ The host plans with numpy arrays of fixed shapes; what changes from token to tok
 the device, so that the next step can be launched before the results of the last one are read.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -102,22 +104,17 @@ def prefill(
     """
     size = plan.batch.tokens.shape[1]
     seg = block_segments(plan.block_slot, plan.batch.rows, size, num_slots)
-    how = {"implementation": implementation}
-    hidden, cache = forward(params, slots, config, plan.batch, seg, cache, **how)
+    how = implementation
+    hidden, cache = forward(params, slots, config, plan.batch, seg, cache, implementation=how)
     seg = segments(plan.slot, num_slots)
     last = jnp.take(hidden, plan.last, axis=0, mode="clip")
-    scores = logits(params, slots, last, seg, **how)
+    scores = logits(params, slots, last, seg, implementation=how)
     token = _draw(scores, plan.ends.sampling, plan.position + 1, sampled)
     token = jnp.where(plan.known >= 0, plan.known, token)
     left = plan.left - 1
     active = (left > 0) & ~_ends(token, plan.ends.stop_tokens)
-    here = {"mode": "drop"}
-    rows = Rows(
-        token=rows.token.at[plan.row].set(token, **here),
-        position=rows.position.at[plan.row].set(plan.position + 1, **here),
-        left=rows.left.at[plan.row].set(left, **here),
-        active=rows.active.at[plan.row].set(active, **here),
-    )
+    fresh = Rows(token=token, position=plan.position + 1, left=left, active=active)
+    rows = jax.tree.map(lambda a, new: a.at[plan.row].set(new, mode="drop"), rows, fresh)
     valid = plan.row < rows.token.shape[0]
     drawn = Drawn(token, valid, score(scores, token, top))
     return cache, rows, jax.tree.map(lambda a: a[None], drawn), hidden
@@ -141,7 +138,7 @@ def decode(
     num_rows = rows.token.shape[0]
     rows = _continue(rows, plan.source)
     seg = segments(plan.slot, num_slots, presorted=True)
-    how = {"implementation": implementation}
+    how = implementation
 
     def step(carry, _):
         cache, rows = carry
@@ -151,8 +148,8 @@ def decode(
             rows=rows.active.astype(jnp.int32),
             table=plan.table,
         )
-        hidden, cache = forward(params, slots, config, batch, seg, cache, **how)
-        scores = logits(params, slots, hidden, seg, **how)
+        hidden, cache = forward(params, slots, config, batch, seg, cache, implementation=how)
+        scores = logits(params, slots, hidden, seg, implementation=how)
         token = _draw(scores, plan.ends.sampling, rows.position + 1, sampled)
         drawn = Drawn(token, rows.active, score(scores, token, top))
         left = rows.left - 1
@@ -188,7 +185,7 @@ def score_prompt(
 def _continue(rows: Rows, source: Int[Array, "b"]) -> Rows:
     """The rows of before in the new order; empty rows are not active."""
     moved = jax.tree.map(lambda a: jnp.take(a, source, axis=0, mode="clip"), rows)
-    return moved.replace(active=moved.active & (source >= 0))
+    return replace(moved, active=moved.active & (source >= 0))
 
 
 def _draw(

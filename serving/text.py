@@ -31,7 +31,7 @@ class TextStream:
     def finish(self) -> None:
         """Adds what the decoder still holds back."""
         if self.decoder is not None and not self.stopped:
-            self._add(self.decoder.flush())
+            self._add(self.decoder.finish())
 
     def take(self, final: bool = False) -> str:
         """Text that is certain and was not taken before."""

@@ -31,7 +31,7 @@ def segmented_expand(
     if shift is not None:
         b, has = gather_vectors(shift, tiles.slot)
         rows = jnp.where(has[:, :, None], rows + b[:, None, :].astype(jnp.float32), rows)
-    if factors is not None:
+    if factors is not None and low is not None:
         B = gather_pages(factors.B, factors, tiles.slot)
         own = jnp.arange(low.shape[-1])[None, :] < factors.rank[tiles.slot][:, None]
         low = jnp.where(own[:, None, :], jnp.sum(low, axis=0), 0).astype(B.dtype)
