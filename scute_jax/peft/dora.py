@@ -14,6 +14,7 @@ from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
 COLUMNS = 1024  # output columns of W + c A B that are formed at a time
+LARGEST = np.sqrt(np.finfo(np.float32).max)  # of a norm whose square float32 holds
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -27,8 +28,11 @@ def dora(site: Site) -> NormalForm:
     m = site.tensor(spelt if site.shape(spelt) else MAGNITUDE, (site.d_out,))
     W = site.weight("DoRA divides by the norm of each column of W + c A B")
     norm = column_norms(W, form.terms)
-    if not norm.all():
-        site.refuse("a column of W + c A B is zero, so DoRA's m / norm has no value.")
+    if not norm.all() or not norm.max() < LARGEST:
+        site.refuse(
+            f"the norms of the columns of W + c A B reach from {norm.min():.2g} to "
+            f"{norm.max():.2g}; in float32, in which PEFT divides by them, DoRA has no value there."
+        )
     s = (m / norm).astype(np.float32)
     bias = site.bias("DoRA leaves it unscaled")
     site.keep("magnitudes", m)

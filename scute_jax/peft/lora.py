@@ -53,7 +53,7 @@ def lora(site: Site) -> NormalForm:
     if tying and site.base.tied and site.module == HEAD:
         site.refuse_field("ensure_weight_tying", "on a tied head it adapts the embedding, too")
     if r < 1:
-        site.refuse(f"its rank is {r}, needed at least 1 (r, rank_pattern).")
+        site.refuse_field("r", f"with rank_pattern it gives {site.module} rank {r}, not 1 or more")
     c = alpha / (math.sqrt(r) if site.option("use_rslora", False, kind=bool) else r)
     A = site.tensor("lora_A.weight", (r, site.d_in)).T
     B = site.tensor("lora_B.weight", (site.d_out, r)).T
@@ -68,6 +68,8 @@ def lora(site: Site) -> NormalForm:
 def _taken_out(site: Site, r: int, c: float) -> tuple[Term, ...]:
     """The term -A0 B0 that an unconverted PiSSA or OLoRA takes out of the base; else none."""
     init = site.option("init_lora_weights", True)
+    if not isinstance(init, bool | str):
+        site.refuse_field("init_lora_weights", "no initialisation of this name is known")
     name = init.lower() if isinstance(init, str) else init
     if any(name is plain or (isinstance(name, str) and name == plain) for plain in PLAIN):
         return ()

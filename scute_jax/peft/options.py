@@ -36,7 +36,13 @@ REFUSED = {
     "monteclora_config": "MonteCLoRA keeps tensors in the file that are not those of a LoRA",
 }
 
-KINDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+KINDS = {
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+}
 
 
 class Options:
@@ -75,19 +81,23 @@ class Options:
         choices: Collection[Any] | None = None,
         required: bool = False,
     ) -> Any:
-        """The value of a field, ticked off; absent and null mean the default.
+        """The value of a field, ticked off; an absent one is the default.
 
-        `kind` is int, float (any finite number), bool, str or dict. Raises: AdapterError if the
-        value is of another kind, none of the choices, or required and not there.
+        `kind` is int, float (any finite number), bool, str or dict. null is what PEFT makes of it:
+        None where that is the default, else false for a bool, and an error for any other kind.
+        Raises: AdapterError if the value is of another kind, none of the choices, or required and
+        not there.
         """
         self._used.add(name)
         value = self.fields.get(name)
         if value is None:
             if required:
                 self.refuse(name, "the function of the adapter depends on it; state it")
-            return default
+            if name not in self.fields or default is None or kind is None:
+                return default
+            value = False if kind is bool else None
         if kind is not None and not is_of(kind, value):
-            self.refuse(name, f"needed {KINDS.get(kind, f'a {kind.__name__}')}")
+            self.refuse(name, f"needed {KINDS[kind]}")
         if choices is not None and value not in choices:
             self.refuse(name, f"known are {', '.join(map(repr, choices))}")
         return value

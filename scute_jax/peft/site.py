@@ -22,7 +22,7 @@ from scute_jax.peft.torch_file import TorchFile
 from scute_jax.peft.weights import BaseWeights
 
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)))
-LARGE = 1 << 28  # elements; no stand-in of this size is made for a missing tensor
+LARGE = 1 << 22  # elements; no stand-in of this size is made for a missing tensor
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -175,8 +175,8 @@ class Site:
         self._reading.kept.setdefault(name, {})[self.name] = array
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises AdapterError with the folder and this module in front of the reason."""
-        raise AdapterError(f"{self._reading.tensors.path.parent}: {self.module}: {reason}")
+        """Raises AdapterError with the file and this module in front of the reason."""
+        raise AdapterError(f"{self._reading.tensors.path}: {self.module}: {reason}")
 
     def refuse_field(self, field: str, needed: str) -> NoReturn:
         """Raises AdapterError naming the field of the config, its value and what was needed."""

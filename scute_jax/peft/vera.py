@@ -28,31 +28,24 @@ _MATRICES: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
 @register("VERA", live="de", inert=INERT)
 def vera(site: Site) -> NormalForm:
     """x W + (((x A) * d) B) * e"""
-    A, B, key = site.once("vera pair", lambda: _pair(site))
-    return NormalForm(
-        terms=(
-            Term(
-                A=A[: site.d_in],
-                B=B[: site.d_out].T,
-                d=site.tensor("vera_lambda_d", (A.shape[1],)),
-                e=site.tensor("vera_lambda_b", (site.d_out,)),
-                pair=key,
-            ),
-        )
-    )
+    r = site.option("r", kind=int, required=True)
+    if r < 1:
+        site.refuse_field("r", "needed at least 1")
+    d, e = site.tensor("vera_lambda_d", (r,)), site.tensor("vera_lambda_b", (site.d_out,))
+    if site.shape("vera_lambda_d") is None:
+        return NormalForm()  # it is missing, and nothing says that r is a size to draw
+    A, B, key = site.once("vera pair", lambda: _pair(site, r))
+    return NormalForm(terms=(Term(A[: site.d_in], B[: site.d_out].T, d=d, e=e, pair=key),))
 
 
 def _pair(
-    site: Site,
+    site: Site, r: int
 ) -> tuple[Float[np.ndarray, "D_in r"], Float[np.ndarray, "D_out r"], str]:
     """vera_A transposed, vera_B and the key that they go by.
 
     The key is a digest of both and of the widths that are cut from them, so that adapters with
     equal keys use equal arrays at every width.
     """
-    r = site.option("r", kind=int, required=True)
-    if r < 1:
-        site.refuse_field("r", "needed at least 1")
     seed = site.option("projection_prng_key", kind=int)
     saved = site.option("save_projection", True, kind=bool)
     d_ins = {p.d_in for p in site.targets}
@@ -77,6 +70,8 @@ def _pair(
 def _drawn(site: Site, seed: int | None, shape_A: tuple, shape_B: tuple) -> tuple:
     if seed is None:
         site.refuse_field("projection_prng_key", "vera_A and vera_B are drawn from it; state it")
+    if not -(2**63) <= seed < 2**64:
+        site.refuse_field("projection_prng_key", "torch takes no seed of more than 64 bits")
     generator = TorchGenerator(seed)
     return generator.kaiming_uniform(shape_A), generator.kaiming_uniform(shape_B)
 

@@ -31,8 +31,14 @@ def test_values_are_of_their_kind(kind, good, bad):
             options(x=value).get("x", kind=kind)
 
 
-def test_null_is_absent():
-    assert options(x=None).get("x", 5, kind=int) == options().get("x", 5, kind=int) == 5
+def test_null_is_what_peft_makes_of_it():
+    assert options().get("x", 5, kind=int) == 5
+    assert options(x=None).get("x", kind=int) is None
+    assert options(x=None).get("x", True) is True
+    assert options(x=None).get("x", True, kind=bool) is False
+    for kind, default in ((int, 5), (float, 0.5), (str, "none"), (dict, {})):
+        with pytest.raises(AdapterError, match="field 'x' is None; needed"):
+            options(x=None).get("x", default, kind=kind)
     for fields in ({}, {"x": None}):
         with pytest.raises(AdapterError, match="field 'x' is .*state it"):
             options(**fields).get("x", required=True)
