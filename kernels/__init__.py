@@ -4,8 +4,7 @@ from scute_jax.kernels.block_rotate import block_rotate, scale_input
 from scute_jax.kernels.dispatch import Implementation
 from scute_jax.kernels.paged_attention import paged_attention
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors
-from scute_jax.kernels.segmented_expand import segmented_expand
-from scute_jax.kernels.segmented_shrink import segmented_shrink
+from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
 from scute_jax.kernels.tiles import Tiles, make_tiles
 
@@ -20,7 +19,6 @@ __all__ = [
     "make_tiles",
     "paged_attention",
     "scale_input",
-    "segmented_expand",
-    "segmented_shrink",
+    "segmented_update",
     "shared_factors",
 ]

@@ -1,5 +1,6 @@
 """How every product of this package is taken: float32 accumulation, and no silent TF32."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,7 +12,8 @@ def einsum(spec: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> 
     Dtypes: operands of one half-precision dtype are multiplied as they are; float32 operands and
     mixed ones are multiplied in full float32 (on a GPU the default would be TF32).
     """
-    if left.dtype != right.dtype:
+    # XLA's CPU backend does not multiply every batch of half-precision matrices.
+    if left.dtype != right.dtype or jax.default_backend() == "cpu":
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return jnp.einsum(
         spec, left, right, precision=precision(left.dtype), preferred_element_type=jnp.float32

@@ -8,11 +8,9 @@ from jaxtyping import Array, Float
 
 from scute_jax.kernels import (
     Implementation,
-    Tiles,
     block_rotate,
     scale_input,
-    segmented_expand,
-    segmented_shrink,
+    segmented_update,
     shared_factors,
 )
 from scute_jax.kernels.precision import precision
@@ -84,18 +82,15 @@ def apply_fused(
     """
     _check(params, x, seg)
     x = seg.sort(x)
-    slots = [site.slots for site in params]
-    tiles, how = seg.tiles, implementation
-    low = segmented_shrink(x, tuple(s.factors for s in slots), tiles, implementation=how)
+    slots, how = [site.slots for site in params], implementation
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    h = tuple(_base(site, _transform(x, site.slots, tiles, how), dtype) for site in params)
-    h = segmented_expand(
-        h,
-        low,
+    h = segmented_update(
+        tuple(_base(site, _transform(x, site.slots, seg, how), dtype) for site in params),
+        x,
         tuple(s.factors for s in slots),
         tuple(s.scale for s in slots),
         tuple(s.shift for s in slots),
-        tiles,
+        seg.tiles,
         implementation=how,
     )
     y = tuple(
@@ -106,13 +101,13 @@ def apply_fused(
 
 
 def _transform(
-    x: Float[Array, "t d_in"], slots: SiteSlots, tiles: Tiles, how: Implementation | None
+    x: Float[Array, "t d_in"], slots: SiteSlots, seg: Segments, how: Implementation | None
 ) -> Float[Array, "t d_in"]:
     """x R of each row's adapter, which has one R: at most one of these passes changes a row."""
     for rotation in slots.rotations:
-        x = block_rotate(x, rotation, tiles, implementation=how)
+        x = block_rotate(x, rotation, seg.tiles, seg.slot, implementation=how)
     if slots.input_scale is not None:
-        x = scale_input(x, slots.input_scale, tiles, implementation=how)
+        x = scale_input(x, slots.input_scale, seg.tiles, seg.slot, implementation=how)
     return x
 
 

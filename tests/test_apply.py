@@ -176,7 +176,8 @@ def test_half_precision_keeps_what_the_adapter_does():
 
 def eager(ids, x, **how):
     seg = sj.segments(np.asarray(ids), 1)
-    return sj.apply_normal_form(sj.site_params(W, [sj.NormalForm()]), x, seg, **how)
+    form = sj.NormalForm(s=np.ones(D_OUT, np.float32))
+    return sj.apply_normal_form(sj.site_params(W, [form]), x, seg, **how)
 
 
 @pytest.mark.parametrize(

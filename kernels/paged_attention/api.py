@@ -2,8 +2,8 @@
 
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.dispatch import Implementation, choose
-from scute_jax.kernels.paged_attention import reference
+from scute_jax.kernels.dispatch import Implementation, Op
+from scute_jax.kernels.paged_attention import pallas_triton, reference
 
 
 def paged_attention(
@@ -20,8 +20,7 @@ def paged_attention(
 
     See reference.py for the definition.
     """
-    attend = choose("paged_attention", _TWINS, implementation)
-    return attend(q, k_pages, v_pages, table, start, rows)
+    return _OP(q, k_pages, v_pages, table, start, rows, implementation=implementation)
 
 
-_TWINS = {"reference": reference.paged_attention}
+_OP = Op("paged_attention", reference.paged_attention, pallas_triton.paged_attention)

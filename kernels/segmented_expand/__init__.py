@@ -1,3 +1,1 @@
-from scute_jax.kernels.segmented_expand.api import segmented_expand
-
-__all__ = ["segmented_expand"]
+"""h * s + b + low B for the rows of many adapters; the second half of `segmented_update`."""

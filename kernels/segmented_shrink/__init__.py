@@ -1,3 +1,1 @@
-from scute_jax.kernels.segmented_shrink.api import segmented_shrink
-
-__all__ = ["segmented_shrink"]
+"""x A for the rows of many adapters; the first half of `segmented_update`."""

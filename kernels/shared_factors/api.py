@@ -2,9 +2,9 @@
 
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.dispatch import Implementation, choose
+from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import Shared
-from scute_jax.kernels.shared_factors import reference
+from scute_jax.kernels.shared_factors import pallas_triton, reference
 
 
 def shared_factors(
@@ -15,8 +15,11 @@ def shared_factors(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "t d_out"]:
-    """h plus the shared terms of each row's adapter. See reference.py for the definition."""
-    return choose("shared_factors", _TWINS, implementation)(h, x, shared, slot)
+    """h plus the shared terms of each row's adapter. See reference.py for the definition.
+
+    Differentiable in h, x and every pool.
+    """
+    return _OP(h, x, shared, slot, implementation=implementation)
 
 
-_TWINS = {"reference": reference.shared_factors}
+_OP = Op("shared_factors", reference.shared_factors, pallas_triton.shared_factors)

@@ -1,0 +1,3 @@
+from scute_jax.kernels.segmented_update.api import segmented_update
+
+__all__ = ["segmented_update"]

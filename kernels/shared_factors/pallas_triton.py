@@ -1,0 +1,183 @@
+"""The shared-factor route on Pallas' Triton backend: two launches over the whole batch.
+
+Rows are taken in blocks as they come, whatever adapters they use: a block reads a pair once if one
+of its rows uses it, and each row is scaled by its own d and e. A block without such rows does
+nothing. The parts of the first sum (over d_in) are added up in the second launch.
+"""
+
+from dataclasses import dataclass
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from scute_jax.kernels.pools import Shared
+from scute_jax.kernels.precision import precision
+from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """rows: of a block; block_k: columns of x in one product; splits: parts of d_in;
+    block_r: ranks in one product; block_n: output columns of a program."""
+
+    rows: int = 64
+    block_k: int = 128
+    splits: int = 4
+    block_r: int = 64
+    block_n: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def shared_factors(
+    h: Float[Array, "t d_out"],
+    x: Float[Array, "t d_in"],
+    shared: Shared,
+    slot: Int[Array, "t"],
+    tile: SharedTile | None = None,
+    interpret: bool = False,
+) -> Float[Array, "t d_out"]:
+    """As the reference."""
+    tile = tile or SharedTile()
+    t, d_in = x.shape
+    row = jnp.where(slot[:, None] >= 0, shared.row[jnp.maximum(slot, 0)], -1)
+    pair = jnp.where(row >= 0, shared.pair[jnp.maximum(slot, 0)], -1)
+    size = min(tile.rows, max(MIN_SIDE, power_of_two(t)))
+    blocks, num_pairs = pl.cdiv(t, size), shared.pairs.rank.shape[0]
+    page = shared.pairs.A.shape[1]
+    block_r = max(page, min(tile.block_r, power_of_two(shared.d.shape[1])))
+    ranks = pl.cdiv(shared.d.shape[1], block_r) * block_r
+    block_k = min(tile.block_k, power_of_two(d_in))
+    how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "interpret": interpret}
+    (low,) = pallas_call(
+        partial(_shrink_kernel, size, d_in, tile.splits, block_k, block_r),
+        name="shared_shrink",
+        grid=(blocks, tile.splits, num_pairs * (ranks // block_r)),
+        out_shape=[
+            jax.ShapeDtypeStruct((tile.splits, num_pairs, blocks, size, ranks), jnp.float32)
+        ],
+        **how,
+    )(pair, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank)
+    block_n = min(tile.block_n, power_of_two(h.shape[1]))
+    (out,) = pallas_call(
+        partial(_expand_kernel, size, block_n, block_r),
+        name="shared_expand",
+        grid=(blocks, pl.cdiv(h.shape[1], block_n)),
+        out_shape=[jax.ShapeDtypeStruct(h.shape, h.dtype)],
+        aliases={0: 0},
+        **how,
+    )(h, low, row, pair, shared.pairs.B, shared.pairs.table, shared.pairs.rank, shared.d, shared.e)
+    return out
+
+
+def _rows(block, size, t):
+    row = block * size + jnp.arange(size)
+    return row, row < t
+
+
+def _uses(pair_ref, j, row, inside, p):
+    return inside & (plgpu.load(pair_ref.at[row, j], mask=inside, other=-1) == p)
+
+
+def _shrink_kernel(
+    size, d_in, splits, block_k, block_r, pair_ref, x_ref, A_ref, table_ref, rank_ref, low_ref
+):
+    """pair [t, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; low."""
+    per_pair = low_ref.shape[-1] // block_r
+    block, part = pl.program_id(0), pl.program_id(1)
+    p, b = pl.program_id(2) // per_pair, pl.program_id(2) % per_pair
+    row, inside = _rows(block, size, x_ref.shape[0])
+    used = jnp.zeros((), jnp.int32)
+    for j in range(pair_ref.shape[1]):
+        used = used + jnp.sum(_uses(pair_ref, j, row, inside, p).astype(jnp.int32))
+
+    @pl.when((used > 0) & (b * block_r < rank_ref[p]))
+    def _work():
+        page = A_ref.shape[1]
+        q = b * block_r + jnp.arange(block_r)
+        own = q < rank_ref[p]
+        at = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
+        span = -(-d_in // (splits * block_k)) * block_k
+
+        def columns(i, total):
+            k = part * span + i * block_k + jnp.arange(block_k)
+            there = k < d_in
+            xs = plgpu.load(
+                x_ref.at[row[:, None], k[None, :]],
+                mask=inside[:, None] & there[None, :],
+                other=0.0,
+            )
+            a = plgpu.load(
+                A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
+                mask=own[:, None] & there[None, :],
+                other=0.0,
+            )
+            return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
+
+        zero = jnp.zeros((size, block_r), jnp.float32)
+        total = jax.lax.fori_loop(0, span // block_k, columns, zero)
+        low_ref[part, p, block, :, pl.ds(b * block_r, block_r)] = total
+
+
+def _expand_kernel(
+    size, block_n, block_r, h_ref, low_ref, row_ref, pair_ref, B_ref, table_ref, rank_ref, d_ref,
+    e_ref, out_ref,
+):  # fmt: skip
+    """h [t, d_out]; low; row, pair [t, j]; B [n, page, d_out]; table [P, w]; rank [P];
+    d [k, r]; e [k, d_out]; the new h."""
+    num_pairs, page = low_ref.shape[1], B_ref.shape[1]
+    block, column = pl.program_id(0), pl.program_id(1)
+    row, inside = _rows(block, size, h_ref.shape[0])
+    c = column * block_n + jnp.arange(block_n)
+    there = c < h_ref.shape[1]
+    at = (row[:, None], c[None, :])
+    here = inside[:, None] & there[None, :]
+    for j in range(row_ref.shape[1]):
+        entry = plgpu.load(row_ref.at[row, j], mask=inside, other=-1)
+
+        @pl.when(jnp.sum((entry >= 0).astype(jnp.int32)) > 0)
+        def _term(j=j, entry=entry):
+            pair = plgpu.load(pair_ref.at[row, j], mask=inside, other=-1)
+
+            def add_pair(p, y):
+                own_row = pair == p
+
+                def ranks(b, y):
+                    q = b * block_r + jnp.arange(block_r)
+                    own = q < rank_ref[p]
+                    total = _sum_parts(low_ref, p, block, b, block_r)
+                    mask = own_row[:, None] & own[None, :]
+                    d = plgpu.load(d_ref.at[entry[:, None], q[None, :]], mask=mask, other=0.0)
+                    scaled = jnp.where(mask, total * d.astype(jnp.float32), 0.0)
+                    place = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
+                    B = plgpu.load(
+                        B_ref.at[place[:, None], (q % page)[:, None], c[None, :]],
+                        mask=own[:, None] & there[None, :],
+                        other=0.0,
+                    )
+                    return y + plgpu.dot(scaled.astype(B.dtype), B, precision=precision(B.dtype))
+
+                zero = jnp.zeros((size, block_n), jnp.float32)
+                any_row = jnp.sum(own_row.astype(jnp.int32)) > 0
+                count = jnp.where(any_row, pl.cdiv(rank_ref[p], block_r), 0)
+                added = jax.lax.fori_loop(0, count, ranks, zero)
+                return y + jnp.where(own_row[:, None], added, 0.0)
+
+            zero = jnp.zeros((size, block_n), jnp.float32)
+            total = jax.lax.fori_loop(0, num_pairs, add_pair, zero)
+            mine = here & (entry >= 0)[:, None]
+            e = plgpu.load(e_ref.at[entry[:, None], c[None, :]], mask=mine, other=0.0)
+            source = h_ref if j == 0 else out_ref
+            y = plgpu.load(source.at[at], mask=mine, other=0.0).astype(jnp.float32)
+            y = y + total * e.astype(jnp.float32)
+            plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=mine)
+
+
+def _sum_parts(low_ref, p, block, b, block_r):
+    ranks = pl.ds(b * block_r, block_r)
+    parts = (low_ref[part, p, block, :, ranks] for part in range(low_ref.shape[0]))
+    return reduce(jnp.add, parts)

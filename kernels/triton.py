@@ -1,0 +1,48 @@
+"""What all kernels on Pallas' Triton backend share; nothing outside this folder knows of it."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+MIN_SIDE = 16  # the narrowest side of a product
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n: sides of blocks have to be such."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def pallas_call(
+    kernel: Callable,
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable:
+    """`kernel` with whole arrays as refs; nested tuples of arguments are flattened.
+
+    Upstream warns at each lowering that this backend will go. We know: callers choose it by name.
+    """
+    call = pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        out_shape=list(out_shape),
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
+
+    def run(*args):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
+            return call(*jax.tree.leaves(args))
+
+    return run
