@@ -27,7 +27,7 @@ pytest.importorskip("peft.tuners", reason=REASON)  # a bare `peft` could be this
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # everything here is tiny: threads only wait for each other
 
-from peft import PeftConfig, PeftModel, get_peft_model  # noqa: E402
+import peft  # noqa: E402
 from tiny_checkpoints import CONFIGS, apply_form, base_output, projections, random_params  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config  # noqa: E402
 
@@ -54,7 +54,7 @@ def base_model(name: str) -> PreTrainedModel:
 
 
 def save_adapter(
-    config: PeftConfig, name: str, folder: Path, seed: int = 0, scale: float = 0.3, **save
+    config: peft.PeftConfig, name: str, folder: Path, seed: int = 0, scale: float = 0.3, **save
 ) -> Path:
     """A checkpoint as PEFT writes it, every trainable number moved by `scale` times a normal one.
 
@@ -63,7 +63,7 @@ def save_adapter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)  # of PEFT's own initialisation
-        model = get_peft_model(base_model(name), config)
+        model = peft.get_peft_model(base_model(name), config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -75,7 +75,7 @@ def save_adapter(
 
 
 def serve(
-    config: PeftConfig,
+    config: peft.PeftConfig,
     name: str,
     seed: int = 0,
     scale: float = 0.3,
@@ -91,18 +91,18 @@ def serve(
     return adapter
 
 
-def quiet(make: Callable[..., PeftConfig], **fields: Any) -> PeftConfig:
+def quiet(make: Callable[..., peft.PeftConfig], **fields: Any) -> peft.PeftConfig:
     """A configuration of PEFT without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make(**fields)
 
 
-def load_with_peft(folder: Path, name: str) -> PeftModel:
+def load_with_peft(folder: Path, name: str) -> peft.PeftModel:
     """The checkpoint on a fresh base, as PEFT loads it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(base_model(name), str(folder)).eval()
+        return peft.PeftModel.from_pretrained(base_model(name), str(folder)).eval()
 
 
 def compare(
@@ -131,7 +131,7 @@ def compare(
     assert touched or not needs_effect, "the adapter has no effect, so nothing was compared"
 
 
-def layer_output(model: PeftModel, module: str, x: np.ndarray) -> np.ndarray:
+def layer_output(model: peft.PeftModel, module: str, x: np.ndarray) -> np.ndarray:
     """What PEFT's layer makes of x, float64 of its float32."""
     with torch.no_grad():
         layer = model.base_model.model.get_submodule(module)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
-from peft_oracle import compare, quiet, save_adapter, serve
+from peft_oracle import compare, peft, quiet, save_adapter, serve
 from safetensors.numpy import load_file, save_file
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, random_params
@@ -31,7 +30,7 @@ def test_every_option(r, alpha, rslora, bias, init, modules, base):
     if base == "tied" and init is not True:
         modules = modules - {"lm_head"} or {"q_proj"}
     config = quiet(
-        LoraConfig,
+        peft.LoraConfig,
         use_dora=True,
         r=r,
         lora_alpha=alpha,
@@ -49,7 +48,7 @@ def test_every_option(r, alpha, rslora, bias, init, modules, base):
 
 def test_both_spellings_of_the_magnitude_load_alike(tmp_path: Path):
     folder = save_adapter(
-        LoraConfig(use_dora=True, r=3, target_modules=["q_proj"]), "plain", tmp_path
+        peft.LoraConfig(use_dora=True, r=3, target_modules=["q_proj"]), "plain", tmp_path
     )
     params = random_params("plain")
     bare = load_peft(folder, CONFIGS["plain"], params)
@@ -78,7 +77,9 @@ def test_the_base_is_read_in_every_form(kind: str, tmp_path: Path):
             return Linear(arrays[f"{key}.weight"].T, arrays.get(f"{key}.bias"))
 
     folder = save_adapter(
-        LoraConfig(use_dora=True, r=3, target_modules=["q_proj", "up_proj"]), "biased", tmp_path
+        peft.LoraConfig(use_dora=True, r=3, target_modules=["q_proj", "up_proj"]),
+        "biased",
+        tmp_path,
     )
     arrays = random_params("biased")
     params = {
@@ -99,7 +100,9 @@ def test_the_base_is_read_in_every_form(kind: str, tmp_path: Path):
 
 
 def test_without_the_base_it_says_what_to_pass(tmp_path: Path):
-    folder = save_adapter(LoraConfig(use_dora=True, target_modules=["q_proj"]), "plain", tmp_path)
+    folder = save_adapter(
+        peft.LoraConfig(use_dora=True, target_modules=["q_proj"]), "plain", tmp_path
+    )
     message = r"layers\.0\.self_attn\.q_proj.*DoRA divides by the norm.*Pass params="
     with pytest.raises(AdapterError, match=message):
         load_peft(folder, CONFIGS["plain"])

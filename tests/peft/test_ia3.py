@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import IA3Config
-from peft_oracle import save_adapter, serve
+from peft_oracle import peft, save_adapter, serve
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS
 
@@ -23,7 +22,7 @@ from scute_jax.peft import load_peft
 )
 def test_both_kinds_at_every_module(modules, feedforward, base):
     feedforward &= modules
-    config = IA3Config(target_modules=list(modules), feedforward_modules=list(feedforward))
+    config = peft.IA3Config(target_modules=list(modules), feedforward_modules=list(feedforward))
     adapter = serve(config, base, save_embedding_layers=False)
     for site, form in adapter.sites.items():
         assert form.live == (("R",) if site.endswith(tuple(feedforward or "-")) else ("s",))
@@ -44,11 +43,13 @@ def test_both_kinds_at_every_module(modules, feedforward, base):
     ],
 )
 def test_every_way_to_name_modules(fields: dict):
-    assert serve(IA3Config(**fields), "biased").sites
+    assert serve(peft.IA3Config(**fields), "biased").sites
 
 
 def test_lists_that_contradict_each_other_are_refused(tmp_path: Path):
-    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    config = peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
     folder = save_adapter(config, "plain", tmp_path)
     path = folder / "adapter_config.json"
     fields = json.loads(path.read_text())

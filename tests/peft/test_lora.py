@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
-from peft_oracle import compare, quiet, save_adapter, serve
+from peft_oracle import compare, peft, quiet, save_adapter, serve
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, random_params
 
@@ -29,9 +27,9 @@ ranks = st.integers(1, 9)
 
 
 @st.composite
-def configs(draw) -> LoraConfig:
+def configs(draw) -> peft.LoraConfig:
     return quiet(
-        LoraConfig,
+        peft.LoraConfig,
         r=draw(ranks),
         lora_alpha=draw(st.one_of(st.integers(1, 32), st.just(-3), st.floats(0.5, 9.0))),
         use_rslora=draw(st.booleans()),
@@ -48,7 +46,7 @@ def configs(draw) -> LoraConfig:
 
 @settings(max_examples=25, deadline=None)
 @given(configs(), bases, st.integers(0, 99))
-def test_every_option(config: LoraConfig, base: str, seed: int):
+def test_every_option(config: peft.LoraConfig, base: str, seed: int):
     adapter = serve(config, base, seed)
     assert adapter.method == "LORA"
     assert adapter.live in ((), ("b",))
@@ -75,13 +73,13 @@ def test_every_option(config: LoraConfig, base: str, seed: int):
     ],
 )
 def test_every_way_to_name_targets(targets: dict):
-    adapter = serve(LoraConfig(r=3, **targets), "biased")
+    adapter = serve(peft.LoraConfig(r=3, **targets), "biased")
     assert adapter.sites
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "eva", "mica"])
 def test_initialisations_that_leave_a_plain_lora(init: str):
-    config = quiet(LoraConfig, r=4, init_lora_weights=init, target_modules=list(MODULES))
+    config = quiet(peft.LoraConfig, r=4, init_lora_weights=init, target_modules=list(MODULES))
     assert serve(config, "biased").live == ()
 
 
@@ -95,7 +93,7 @@ def test_initialisations_that_leave_a_plain_lora(init: str):
 )
 def test_unconverted_pissa_and_olora_are_two_terms(init, rslora, r, alpha, base):
     config = quiet(
-        LoraConfig,
+        peft.LoraConfig,
         r=r,
         lora_alpha=alpha,
         use_rslora=rslora,
@@ -109,10 +107,10 @@ def test_unconverted_pissa_and_olora_are_two_terms(init, rslora, r, alpha, base)
 
 def test_a_converted_pissa_is_one_term(tmp_path: Path):
     base, name = "biased", "pissa"
-    config = LoraConfig(r=3, init_lora_weights="pissa", target_modules=["q_proj", "down_proj"])
+    config = peft.LoraConfig(r=3, init_lora_weights="pissa", target_modules=["q_proj", "down_proj"])
     initial, folder = tmp_path / "initial", tmp_path / "converted"
     save_adapter(config, base, initial, scale=0.0)
-    config = LoraConfig(r=3, init_lora_weights="pissa", target_modules=["q_proj", "down_proj"])
+    config = peft.LoraConfig(r=3, init_lora_weights="pissa", target_modules=["q_proj", "down_proj"])
     save_adapter(config, base, folder, path_initial_model_for_weight_conversion=str(initial))
     adapter = load_peft(folder, CONFIGS[base])
     compare(adapter, folder, base, tolerance=1e-4)
@@ -122,12 +120,12 @@ def test_a_converted_pissa_is_one_term(tmp_path: Path):
 @pytest.mark.parametrize("base", ["plain", "tied"])
 def test_the_head_is_a_site_like_others(base: str):
     """PEFT saves a copy of the head's own weight beside it, which has to equal the base's."""
-    adapter = serve(quiet(LoraConfig, r=3, target_modules=["lm_head", "q_proj"]), base)
+    adapter = serve(quiet(peft.LoraConfig, r=3, target_modules=["lm_head", "q_proj"]), base)
     assert "lm_head" in adapter
 
 
 def test_a_head_of_its_own_is_refused(tmp_path: Path):
-    folder = save_adapter(LoraConfig(r=3, target_modules=["lm_head"]), "plain", tmp_path)
+    folder = save_adapter(peft.LoraConfig(r=3, target_modules=["lm_head"]), "plain", tmp_path)
     params = random_params("plain") | {
         "lm_head.weight": random_params("plain")["lm_head.weight"] + 1
     }
@@ -143,7 +141,7 @@ def test_every_float_dtype_is_computed_in_float32(dtype: str, tmp_path: Path):
     from safetensors.torch import load_file
     from safetensors.torch import save_file as save_torch
 
-    folder = save_adapter(LoraConfig(r=3, target_modules=["q_proj"]), "plain", tmp_path)
+    folder = save_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"]), "plain", tmp_path)
     path = folder / "adapter_model.safetensors"
     tensors = {k: v.to(getattr(torch, dtype)) for k, v in load_file(path).items()}
     save_torch(tensors, path)
@@ -154,7 +152,7 @@ def test_every_float_dtype_is_computed_in_float32(dtype: str, tmp_path: Path):
 
 def test_a_bin_file_holds_the_same_adapter(tmp_path: Path):
     for safe in (True, False):
-        config = LoraConfig(r=3, target_modules=["q_proj"])
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"])
         save_adapter(config, "plain", tmp_path / str(safe), safe_serialization=safe)
     assert [p.name for p in (tmp_path / "False").glob("adapter_model.*")] == ["adapter_model.bin"]
     versions = {load_peft(tmp_path / str(s), CONFIGS["plain"]).version for s in (True, False)}
@@ -173,7 +171,7 @@ def test_a_bin_file_holds_the_same_adapter(tmp_path: Path):
     ],
 )
 def test_initialisations_that_are_not_in_the_file_are_refused(init, message, tmp_path):
-    folder = save_adapter(LoraConfig(r=3, target_modules=["q_proj"]), "plain", tmp_path)
+    folder = save_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"]), "plain", tmp_path)
     config = folder / "adapter_config.json"
     config.write_text(
         config.read_text()
@@ -185,7 +183,7 @@ def test_initialisations_that_are_not_in_the_file_are_refused(init, message, tmp
 
 
 def test_pissa_on_a_tied_head_is_refused(tmp_path: Path):
-    config = quiet(LoraConfig, r=3, target_modules=["lm_head"], init_lora_weights="olora")
+    config = quiet(peft.LoraConfig, r=3, target_modules=["lm_head"], init_lora_weights="olora")
     folder = save_adapter(config, "tied", tmp_path, save_embedding_layers=False)
     with pytest.raises(AdapterError, match="lm_head.*tied"):
         load_peft(folder, CONFIGS["tied"], random_params("tied"))

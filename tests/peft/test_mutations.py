@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mutations import BASE, MUTATIONS, TENSORS, Case
-from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig
-from peft_oracle import compare, quiet, save_adapter
+from peft_oracle import compare, peft, quiet, save_adapter
 from test_ssf import checkpoint as ssf_checkpoint
 from tiny_checkpoints import CONFIGS, random_params, write
 
@@ -25,19 +24,19 @@ MODULES = ["q_proj", "v_proj", "down_proj"]
 PATTERN = r"layers\.1\.mlp\.down_proj"
 
 KINDS = {
-    "lora": lambda: LoraConfig(
+    "lora": lambda: peft.LoraConfig(
         r=4, target_modules=MODULES, rank_pattern={PATTERN: 3}, use_rslora=True, lora_bias=True
     ),
-    "lora with biases": lambda: LoraConfig(
+    "lora with biases": lambda: peft.LoraConfig(
         r=3, target_modules=MODULES, bias="all", alpha_pattern={PATTERN: 5}, layers_to_transform=[1]
     ),
-    "dora": lambda: LoraConfig(r=4, target_modules=MODULES, use_dora=True),
-    "ia3": lambda: IA3Config(target_modules=MODULES, feedforward_modules=["down_proj"]),
-    "vera": lambda: VeraConfig(r=5, target_modules=MODULES),
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=MODULES, use_dora=True),
+    "ia3": lambda: peft.IA3Config(target_modules=MODULES, feedforward_modules=["down_proj"]),
+    "vera": lambda: peft.VeraConfig(r=5, target_modules=MODULES),
     "vera drawn": lambda: quiet(
-        VeraConfig, r=5, target_modules=MODULES, save_projection=False, projection_prng_key=3
+        peft.VeraConfig, r=5, target_modules=MODULES, save_projection=False, projection_prng_key=3
     ),
-    "oft": lambda: OFTConfig(oft_block_size=8, target_modules=MODULES),
+    "oft": lambda: peft.OFTConfig(oft_block_size=8, target_modules=MODULES),
     "ssf": lambda: None,
 }
 

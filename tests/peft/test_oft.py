@@ -33,12 +33,11 @@ widths = st.integers(1, 120)
     base=st.sampled_from(["plain", "biased", "qwen2"]),
 )
 def test_every_option(size, neumann, terms, coft, eps, shared, bias, modules, base):
-    from peft import OFTConfig
-    from peft_oracle import quiet, serve
+    from peft_oracle import peft, quiet, serve
 
     r, k = size
     config = quiet(
-        OFTConfig,
+        peft.OFTConfig,
         r=r,
         oft_block_size=k,
         use_cayley_neumann=neumann,

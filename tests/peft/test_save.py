@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig
-from peft_oracle import compare, quiet, save_adapter
+from peft_oracle import compare, peft, quiet, save_adapter
 from test_ssf import checkpoint as ssf_checkpoint
 from tiny_checkpoints import CONFIGS, random_params, write
 
@@ -22,23 +21,23 @@ PARAMS = random_params(BASE)
 
 
 def oft(**fields):
-    return quiet(OFTConfig, target_modules=MODULES, **({"oft_block_size": 7} | fields))
+    return quiet(peft.OFTConfig, target_modules=MODULES, **({"oft_block_size": 7} | fields))
 
 
 MADE = {
-    "lora": lambda: LoraConfig(r=4, target_modules=MODULES, rank_pattern={"v_proj": 2}),
-    "rslora with biases": lambda: LoraConfig(
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=MODULES, rank_pattern={"v_proj": 2}),
+    "rslora with biases": lambda: peft.LoraConfig(
         r=4, target_modules=MODULES, use_rslora=True, lora_bias=True, bias="all"
     ),
-    "pissa": lambda: LoraConfig(r=4, target_modules=MODULES, init_lora_weights="pissa"),
-    "dora": lambda: LoraConfig(r=4, target_modules=MODULES, use_dora=True),
-    "dora of pissa": lambda: LoraConfig(
+    "pissa": lambda: peft.LoraConfig(r=4, target_modules=MODULES, init_lora_weights="pissa"),
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=MODULES, use_dora=True),
+    "dora of pissa": lambda: peft.LoraConfig(
         r=4, target_modules=MODULES, use_dora=True, init_lora_weights="pissa"
     ),
-    "ia3": lambda: IA3Config(target_modules=MODULES, feedforward_modules=["down_proj"]),
-    "ia3 output": lambda: IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
-    "vera": lambda: quiet(VeraConfig, r=6, target_modules=MODULES, save_projection=False),
-    "vera with biases": lambda: VeraConfig(r=6, target_modules=MODULES, bias="vera_only"),
+    "ia3": lambda: peft.IA3Config(target_modules=MODULES, feedforward_modules=["down_proj"]),
+    "ia3 output": lambda: peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+    "vera": lambda: quiet(peft.VeraConfig, r=6, target_modules=MODULES, save_projection=False),
+    "vera with biases": lambda: peft.VeraConfig(r=6, target_modules=MODULES, bias="vera_only"),
     "oft": oft,
     "oft of three terms": lambda: oft(num_cayley_neumann_terms=3),
     "oft of eight terms": lambda: oft(num_cayley_neumann_terms=8),
@@ -69,9 +68,9 @@ def loaded(config, tmp_path: Path, seed: int = 0) -> Adapter:
 
 def test_stacks_of_low_rank_terms_are_a_lora(tmp_path: Path):
     parts = (
-        LoraConfig(r=3, target_modules=["q_proj", "up_proj"]),
-        quiet(VeraConfig, r=5, target_modules=["q_proj", "down_proj"]),
-        LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True),
+        peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"]),
+        quiet(peft.VeraConfig, r=5, target_modules=["q_proj", "down_proj"]),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True),
     )
     adapters = [loaded(part, tmp_path, seed) for seed, part in enumerate(parts)]
     stacked = stack(stack(adapters[0], adapters[1]), adapters[2])
@@ -83,7 +82,7 @@ def test_stacks_of_low_rank_terms_are_a_lora(tmp_path: Path):
 
 def test_stacks_of_scales_and_of_rotations(tmp_path: Path):
     for name, make in {
-        "ia3": lambda: IA3Config(target_modules=["up_proj"], feedforward_modules=[]),
+        "ia3": lambda: peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[]),
         "oft": lambda: oft(use_cayley_neumann=False),
     }.items():
         first, second = (loaded(make(), tmp_path / name, seed) for seed in (1, 2))
@@ -97,8 +96,8 @@ def test_a_scale_on_a_lora_is_a_dora_of_the_base(tmp_path: Path):
     params, parts = random_params("plain"), []
     for seed, config in enumerate(
         (
-            LoraConfig(r=3, target_modules=["q_proj"]),
-            IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+            peft.LoraConfig(r=3, target_modules=["q_proj"]),
+            peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
         )
     ):
         folder = save_adapter(config, "plain", tmp_path / str(seed))
@@ -111,14 +110,16 @@ def test_a_scale_on_a_lora_is_a_dora_of_the_base(tmp_path: Path):
 
 
 def test_a_dora_without_its_file_needs_a_base_that_fits(tmp_path: Path):
-    adapter = loaded(LoraConfig(r=3, target_modules=["q_proj"], use_dora=True), tmp_path)
+    adapter = loaded(peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True), tmp_path)
     bare = Adapter(sites=adapter.sites, method="DORA", version=adapter.version)
     with pytest.raises(AdapterError, match="pass params="):
         save_peft(bare, tmp_path / "out")
     save_peft(bare, tmp_path / "out", PARAMS)
     compare(adapter, tmp_path / "out", BASE, 2e-5)
     replaced = loaded(
-        LoraConfig(r=3, target_modules=["q_proj"], use_dora=True, bias="lora_only"), tmp_path, 1
+        peft.LoraConfig(r=3, target_modules=["q_proj"], use_dora=True, bias="lora_only"),
+        tmp_path,
+        1,
     )
     with pytest.raises(AdapterError, match=r"q_proj: its shift b is not bias \(1 - s\)"):
         save_peft(replaced, tmp_path / "x", PARAMS)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import VeraConfig
-from peft_oracle import compare, quiet, save_adapter, serve
+from peft_oracle import compare, peft, quiet, save_adapter, serve
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS
 
@@ -17,8 +16,8 @@ from scute_jax import AdapterError
 from scute_jax.peft import load_peft, vera
 
 
-def make(**fields) -> VeraConfig:
-    return quiet(VeraConfig, **fields)
+def make(**fields) -> peft.VeraConfig:
+    return quiet(peft.VeraConfig, **fields)
 
 
 @settings(max_examples=25, deadline=None)
@@ -92,10 +91,13 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path):
     path.write_text(json.dumps(fields | {"save_projection": False, "projection_prng_key": 9}))
     with pytest.raises(AdapterError, match="save_projection.*vera_A.*projection_prng_key=9"):
         load_peft(folder, CONFIGS["plain"])
+    path.write_text(json.dumps(fields | {"save_projection": False, "projection_prng_key": 2**64}))
+    with pytest.raises(AdapterError, match="projection_prng_key.*64 bits"):
+        load_peft(folder, CONFIGS["plain"])
     path.write_text(json.dumps(fields | {"save_projection": False}))
     assert load_peft(folder, CONFIGS["plain"]).sites  # the file holds what would be drawn
     path.write_text(json.dumps(fields | {"r": 5}))
-    with pytest.raises(AdapterError, match=r"vera_A.*\[4, 48\].*\[5, 48\]"):
+    with pytest.raises(AdapterError, match=r"vera_lambda_d.*\[4\].*\[5\]"):
         load_peft(folder, CONFIGS["plain"])
 
 
