@@ -4,6 +4,7 @@ from scute_jax.apply import SiteParams, apply_normal_form, site_params
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.peft import load_peft, save_peft
 from scute_jax.segments import Segments, segments
 from scute_jax.stack import stack
 
@@ -16,6 +17,8 @@ __all__ = [
     "Term",
     "apply_normal_form",
     "fold",
+    "load_peft",
+    "save_peft",
     "segments",
     "site_params",
     "stack",

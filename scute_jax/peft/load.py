@@ -6,6 +6,7 @@ open the files -> find the method -> place the keys at the base's modules -> res
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -90,7 +91,7 @@ def _forms(reading: Reading, method: Method) -> dict[str, NormalForm]:
                 raise
     for site, shift in bias_shifts(reading, method).items():
         form = forms.get(site, NormalForm())
-        forms[site] = form.replace(b=shift if form.b is None else form.b + shift)
+        forms[site] = replace(form, b=shift if form.b is None else form.b + shift)
     return forms
 
 
@@ -98,7 +99,8 @@ def _refuse_incomplete(reading: Reading, method: Method) -> None:
     """Raises AdapterError with all that is missing, all tensors and all fields that nobody used."""
     path, problems = reading.tensors.path, []
     unknown = reading.names.unknown
-    left = [key for key in reading.tensors.shapes if key not in (*reading.used, *unknown)]
+    placed = reading.used.union(unknown)
+    left = [key for key in reading.tensors.shapes if key not in placed]
     for keys, problem in (
         (reading.missing, "missing"),
         (unknown, "at modules that this base does not have"),
@@ -143,7 +145,7 @@ def _folded(term: Term) -> Term:
     c = np.float32(term.c)
     if term.pair is not None:
         d = d if c == 1 else np.full(term.rank, c) if d is None else d * c
-        return term.replace(A=A, B=B, c=1.0, d=d, e=e)
+        return replace(term, A=A, B=B, c=1.0, d=d, e=e)
     if d is not None:
         A = A * (d * c)
     elif c != 1:
@@ -156,7 +158,7 @@ def _array(slot: Any) -> np.ndarray | None:
     return None if slot is None else np.asarray(slot, np.float32)
 
 
-def _content(sites: Mapping[str, NormalForm]) -> Iterable[str | np.ndarray]:
+def _content(sites: Mapping[str, NormalForm]) -> Iterable[Any]:
     """All that determines the function, in an order of its own."""
     for name in sorted(sites):
         form = sites[name]

@@ -62,7 +62,8 @@ def lora(site: Site) -> NormalForm:
         return NormalForm(terms=terms)
     if len(terms) > 1:
         site.refuse_field("lora_bias", "PEFT has it only where the base is left unchanged")
-    return NormalForm(b=np.float32(c) * site.tensor("lora_B.bias", (site.d_out,)), terms=terms)
+    b = site.tensor("lora_B.bias", (site.d_out,)) * np.float32(c)
+    return NormalForm(b=b, terms=terms)
 
 
 def _taken_out(site: Site, r: int, c: float) -> tuple[Term, ...]:

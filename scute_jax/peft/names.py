@@ -42,7 +42,8 @@ def place(
     for key in keys:
         bare = key.removeprefix(PREFIX) if prefixed else key
         if prefixed and bare == key:  # not under the model: shared, or not PEFT's
-            module, name = "", key.removeprefix("base_model.") if "base_model." in key else None
+            shared = key.startswith("base_model.")
+            module, name = "", key.removeprefix("base_model.") if shared else None
         else:
             module, name = _split(_renamed(bare, key_map), known)
         if name is None:

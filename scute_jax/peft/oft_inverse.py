@@ -52,12 +52,12 @@ def _angles(
     companion = np.zeros((*values.shape, degree, degree))
     companion[..., np.arange(1, degree), np.arange(degree - 1)] = 1
     companion[..., :, -1] = -imaginary[:-1] / imaginary[-1]
-    companion[..., 0, -1] += values.imag / imaginary[-1]
+    companion[..., 0, -1] += np.imag(values) / imaginary[-1]
     roots = np.linalg.eigvals(companion)
     t = roots.real
     reached = np.polynomial.polynomial.polyval(t, powers)
     # Of two that reach the value, the smaller: where the powers end in t, both do at t = 0.
-    misfit = np.abs(reached - values[..., None]) + np.abs(roots.imag) + 1e-9 * np.abs(t)
+    misfit = np.abs(reached - values[..., None]) + np.abs(np.imag(roots)) + 1e-9 * np.abs(t)
     best = np.argmin(misfit, axis=-1)
     return np.take_along_axis(t, best[..., None], axis=-1)[..., 0]
 

@@ -100,11 +100,10 @@ def _slots(form: NormalForm) -> str:
 
 def _lora(forms: Forms, adapter: Adapter, params: Any) -> Written:
     """Terms side by side as one pair of factors with alpha = r; b as the bias of lora_B."""
-    factors = {module: _factors(form.terms) for module, form in forms.items()}
     biased = any(form.b is not None for form in forms.values())
     tensors: Tensors = {}
     for module, form in forms.items():
-        A, B = factors[module] or _zero_factors(module, adapter)
+        A, B = _factors(form.terms) if form.terms else _zero_factors(module, adapter)
         tensors |= {f"{module}.lora_A.weight": A.T, f"{module}.lora_B.weight": B.T}
         if biased:
             tensors[f"{module}.lora_B.bias"] = np.zeros(B.shape[1]) if form.b is None else form.b
@@ -120,10 +119,8 @@ def _ranks(tensors: Tensors) -> dict[str, Any]:
     return {"r": r, "lora_alpha": r, "rank_pattern": pattern, "alpha_pattern": pattern}
 
 
-def _factors(terms: tuple[Term, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+def _factors(terms: tuple[Term, ...]) -> tuple[np.ndarray, np.ndarray]:
     """A [d_in, r] and B [r, d_out] of all terms together, with d and e of shared pairs inside."""
-    if not terms:
-        return None
     A = [np.asarray(t.A) * (1.0 if t.d is None else np.asarray(t.d)) for t in terms]
     B = [np.asarray(t.B) * (1.0 if t.e is None else np.asarray(t.e)) for t in terms]
     return np.concatenate(A, axis=1), np.concatenate(B, axis=0)
@@ -243,7 +240,9 @@ def _check_unscaled_bias(forms: Forms, adapter: Adapter, params: Any) -> None:
         if form.b is None:
             continue
         bias = None if params is None else _bias(params, module)
-        if bias is None or not np.allclose(form.b, bias * (1 - form.s), rtol=1e-5, atol=1e-6):
+        if bias is None or not np.allclose(
+            form.b, bias * (1 - np.asarray(form.s)), rtol=1e-5, atol=1e-6
+        ):
             raise AdapterError(
                 f"{module}: its shift b is not bias (1 - s) of the base's own bias, or params= was "
                 "not given to show it; a DoRA checkpoint has no other shift."

@@ -19,7 +19,7 @@ from scute_jax.peft.options import KINDS, Options, is_of
 from scute_jax.peft.safetensors_file import SafetensorsFile
 from scute_jax.peft.targets import match, matches
 from scute_jax.peft.torch_file import TorchFile
-from scute_jax.peft.weights import BaseWeights
+from scute_jax.peft.weights import BaseWeights, as_float32
 
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)))
 LARGE = 1 << 22  # elements; no stand-in of this size is made for a missing tensor
@@ -151,9 +151,13 @@ class Site:
         """Whether names that stand in a field name this module, by the rule of target_modules."""
         return matches(self._reading.options, field, names, self.module)
 
-    def weight(self, why: str) -> np.ndarray:
-        """The base's W [d_in, d_out], float32. AdapterError with `why` if params was not given."""
-        return self._reading.weights.weight(self._projection, why)
+    def weight(self, why: str, as_held: bool = False) -> Any:
+        """The base's W [d_in, d_out], numpy float32; or the array of params itself (`as_held`).
+
+        Raises: AdapterError with `why` if params was not given.
+        """
+        W = self._reading.weights.weight(self._projection, why)
+        return W if as_held else as_float32(W)
 
     def bias(self, why: str) -> np.ndarray | None:
         """The base's bias [d_out], float32; None if this projection has none."""

@@ -5,6 +5,7 @@ MT19937 seeded by Knuth's rule with the low 32 bits of the seed, which is numpy'
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -14,8 +15,9 @@ class TorchGenerator:
     """torch.Generator("cpu").manual_seed(seed)."""
 
     def __init__(self, seed: int):
+        state: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)
         self._bits = np.random.MT19937()
-        self._bits.state = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)
+        self._bits.state = state
 
     def uniform(self, shape: tuple[int, ...], low: float, high: float) -> Float[np.ndarray, "..."]:
         """torch.empty(shape).uniform_(low, high, generator=self), float32.

@@ -25,10 +25,9 @@ class BaseWeights:
     """Weights and biases of the base by projection, in the layout of the normal form."""
 
     def __init__(self, params: Any, base: Base):
-        self._base = base
-        self._linear: Callable | None = getattr(params, "linear", None)
-        self._params = params
-        self._lookup: Callable[[str], Any] | None = None
+        self._base, self._params = base, params
+        self._linear: Any = getattr(params, "linear", None)
+        self._lookup: Any = None
         if isinstance(params, str | os.PathLike):
             self._lookup = _folder(Path(params))
         elif isinstance(params, Mapping):
@@ -39,8 +38,8 @@ class BaseWeights:
                 "Face tensor names to arrays, or the path of a model folder."
             )
 
-    def weight(self, projection: Projection, why: str) -> Float[np.ndarray, "d_in d_out"]:
-        """W of y = x W + bias. `why` says in messages what it is needed for.
+    def weight(self, projection: Projection, why: str) -> Float[Any, "d_in d_out"]:
+        """W of y = x W + bias, as params holds it. `why` says in messages what it is needed for.
 
         Raises: AdapterError if params was not given, lacks it or holds another shape.
         """
@@ -48,7 +47,7 @@ class BaseWeights:
         if self._linear is not None:
             found = self._by_site(projection).weight
         else:
-            found = self.module_weight(projection.module, why)
+            found = self._find(f"{self._untied(projection.module)}.weight")
             found = None if found is None else found.T
         return _checked(found, (projection.d_in, projection.d_out), f"{projection.module}.weight")
 
@@ -61,13 +60,12 @@ class BaseWeights:
             found = self._by_site(projection).bias
         else:
             found = self._find(f"{projection.module}.bias")
-        return _checked(found, (projection.d_out,), f"{projection.module}.bias")
+        return as_float32(_checked(found, (projection.d_out,), f"{projection.module}.bias"))
 
     def module_weight(self, module: str, why: str) -> np.ndarray | None:
         """The weight of any module in torch's layout, float32; None if params lacks it."""
         self._check_given(module, "weight", why)
-        if module == HEAD and self._base.tied:
-            module = EMBEDDING
+        module = self._untied(module)
         if self._linear is None:
             found = self._find(f"{module}.weight")
         elif module == EMBEDDING:
@@ -76,6 +74,10 @@ class BaseWeights:
             projection = next((p for p in self._base.projections if p.module == module), None)
             found = None if projection is None else self._by_site(projection).weight.T
         return None if found is None else as_float32(found)
+
+    def _untied(self, module: str) -> str:
+        """The module whose weight this one uses."""
+        return EMBEDDING if module == HEAD and self._base.tied else module
 
     def _by_site(self, projection: Projection) -> Any:
         try:
@@ -105,7 +107,7 @@ def as_float32(array: Any) -> np.ndarray:
     return np.asarray(array, dtype=np.float32)
 
 
-def _checked(found: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
+def _checked(found: Any, shape: tuple[int, ...], name: str) -> Any:
     if found is None:
         raise AdapterError(f"params has no tensor {name!r}; pass the weights of the whole base.")
     if tuple(found.shape) != shape:
@@ -113,7 +115,7 @@ def _checked(found: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
             f"params holds {name!r} of shape {tuple(found.shape)} (as [d_in, d_out]), but the "
             f"base's config says {shape}: params and config belong to different models."
         )
-    return as_float32(found)
+    return found
 
 
 def _folder(folder: Path) -> Callable[[str], np.ndarray | None]:

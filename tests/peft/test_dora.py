@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, random_params
 
-from scute_jax import AdapterError
+from scute_jax import AdapterError, Term
 from scute_jax.peft import load_peft
-from scute_jax.peft.dora import column_norms
+from scute_jax.peft.dora import _norms_on_device, column_norms
 
 
 @settings(max_examples=12, deadline=None)
@@ -112,10 +112,16 @@ def test_without_the_base_it_says_what_to_pass(tmp_path: Path):
         load_peft(folder, CONFIGS["plain"], random_params("qwen2"))
 
 
-def test_norms_are_those_of_the_sum_column_by_column():
+def test_norms_are_those_of_the_sum():
     rng = np.random.default_rng(0)
-    W, A, B = (rng.normal(size=s).astype(np.float32) for s in ((40, 2500), (40, 3), (3, 2500)))
-    from scute_jax import Term
+    W, A, B = (rng.normal(size=s).astype(np.float32) for s in ((150, 70), (150, 3), (3, 70)))
 
     expected = np.linalg.norm(W.astype(np.float64) + 2.0 * A.astype(np.float64) @ B, axis=0)
-    assert np.allclose(column_norms(W, (Term(A, B, c=2.0),)), expected, rtol=1e-6)
+    assert np.allclose(column_norms(W, (Term(A, B, c=2.0),)), expected, rtol=3e-7)
+
+
+def test_norms_on_an_accelerator_are_those_on_the_host():
+    rng = np.random.default_rng(0)
+    W, A, B = (rng.normal(size=s).astype(np.float32) for s in ((600, 70), (600, 3), (3, 70)))
+    on_device = _norms_on_device(W, [(A, 2 * B), (A, B)])
+    assert np.allclose(on_device, column_norms(W, (Term(A, B, c=2.0), Term(A, B))), rtol=1e-6)

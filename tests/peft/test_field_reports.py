@@ -1,7 +1,4 @@
-"""What users of adapter servers reported of loading: each case is served, or refused by name.
-
-The numbers are those of the collection of reports that this project started from.
-"""
+"""What users of adapter servers met when they loaded adapters: served here, or refused by name."""
 
 import json
 from pathlib import Path
