@@ -9,6 +9,9 @@ from scute_jax.demo_model import DemoModelUnavailable, demo_model_path
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Many tests build engines of one shape: each of their steps is compiled once for all of them.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
