@@ -6,32 +6,22 @@ that leaves is unnamed in every table, so that nothing of it can be read again.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from scute_jax.bank_arrays import Key, empty_arrays, entry_values, site_slots
 from scute_jax.capacity import BankCapacity, pair_ranks, site_use
 from scute_jax.errors import AdapterError
-from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
 from scute_jax.normal_form import Adapter, NormalForm
-from scute_jax.slots import (
-    SiteSlots,
-    check_form,
-    input_vector,
-    owned_factors,
-    rotation_offset,
-    shared_vectors,
-)
+from scute_jax.slots import SiteSlots, check_form
 
-# An array of the bank is named by where it belongs and what it holds: ("layers.0.mlp.up_proj", "A")
-# or, for the shared pairs, (their width, "pair_A"). A write is one entry of it: (index, value).
-Key = tuple[Any, str]
+# A write is one entry of an array: (index, value).
 Writes = dict[Key, list[tuple[int, np.ndarray | np.int32]]]
 
 
@@ -63,15 +53,16 @@ class AdapterBank:
         """An empty bank. `widths` gives (d_in, d_out) of the sites named in the capacity."""
         self.capacity, self.dtype = capacity, jnp.dtype(dtype)
         self._widths = {site: widths[site] for site in capacity.sites}
-        self._arrays = dict(_empty_arrays(self._widths, capacity, self.dtype))
+        self._arrays = dict(empty_arrays(self._widths, capacity, self.dtype))
         self._free = {site: _all_entries(use) for site, use in capacity.sites.items()}
         self._residents: list[Resident | None] = [None] * capacity.adapters
         self._pairs: list[str | None] = [None] * capacity.pairs
+        self._pair_sides: list[set[Key]] = [set() for _ in self._pairs]
 
     @property
     def slots(self) -> dict[str, SiteSlots]:
         """The pools and tables of every site, as compiled steps take them."""
-        return {site: _site_slots(self._arrays, site, self._widths[site]) for site in self._widths}
+        return {site: site_slots(self._arrays, site, self._widths[site]) for site in self._widths}
 
     @property
     def free(self) -> list[int]:
@@ -164,32 +155,28 @@ class AdapterBank:
         self._put(self._table_writes(slot, adapter.sites, entries))
 
     def _put_pairs(self, adapter: Adapter) -> None:
-        """Brings the pairs that are not resident yet: A once per d_in, B once per d_out."""
-        for key in pair_ranks(adapter):
-            if key in self._pairs:
-                continue
-            p = self._pairs.index(None)
-            self._pairs[p] = key
+        """Brings what is missing of the adapter's pairs: A for each d_in, B for each d_out."""
+        for key, rank in pair_ranks(adapter).items():
+            if key not in self._pairs:
+                p = self._pairs.index(None)
+                self._pairs[p], self._pair_sides[p] = key, set()
+                self._put({(0, "pair_rank"): [(p, np.int32(rank))]})
+            p = self._pairs.index(key)
+            first, sides = p * self.capacity.pair_pages, self._pair_sides[p]
             writes: Writes = {}
             for site, form in adapter.sites.items():
                 d_in, d_out = self._widths[site]
                 for term in (term for term in form.terms if term.pair == key):
-                    for array, rows in (
-                        ((d_in, "pair_A"), np.asarray(term.A).T),
-                        ((d_out, "pair_B"), term.B),
-                    ):
-                        if array not in writes:
-                            pages = enumerate(
-                                self._paged(np.asarray(rows)), p * self.capacity.pair_pages
-                            )
-                            writes[array] = list(pages)
-                    writes[0, "pair_rank"] = [(p, np.int32(term.rank))]
+                    for side, rows in ((d_in, "pair_A"), term.A.T), ((d_out, "pair_B"), term.B):
+                        if side not in sides:
+                            sides.add(side)
+                            writes[side] = list(enumerate(self._paged(np.asarray(rows)), first))
             self._put(writes)
 
     def _entry_writes(self, adapter: Adapter, entries: Mapping) -> Writes:
         writes: Writes = defaultdict(list)
         for site, form in adapter.sites.items():
-            for kind, values in _entries(form, self._widths[site][1]).items():
+            for kind, values in entry_values(form, self._widths[site][1]).items():
                 if kind == "pages":
                     for side, rows in zip("AB", values, strict=True):
                         pages = self._paged(rows)
@@ -274,27 +261,6 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return _ZEROS[key]
 
 
-def _entries(form: NormalForm, d_out: int) -> dict[str, Any]:
-    """The numbers of each entry that a folded form takes, by kind."""
-    owned = owned_factors(form)
-    shared = [term for term in form.terms if term.pair is not None]
-    vectors = {
-        "scale": None if form.s is None else np.asarray(form.s) - 1,
-        "shift": form.b,
-        "input": input_vector(form),
-    }
-    R = rotation_offset(form)
-    if R is not None:
-        vectors[f"rotation{R.shape[-1]}"] = R
-    entries: dict[str, Any] = {k: np.asarray(v) for k, v in vectors.items() if v is not None}
-    if owned is not None:
-        entries["pages"] = tuple(map(np.asarray, owned))
-    if shared:
-        both = [shared_vectors(term, d_out) for term in shared]
-        entries["shared"] = [(np.asarray(d), np.asarray(e)) for d, e in both]
-    return entries
-
-
 def _filled(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
     row = np.full(shape, rest, np.int32)
     row[: len(values)] = values
@@ -303,76 +269,3 @@ def _filled(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
 
 def _all_entries(use) -> dict[str, list[int]]:
     return {kind: list(range(count)) for kind, count in use.entries().items()}
-
-
-def _empty_arrays(
-    widths: Mapping[str, tuple[int, int]], capacity: BankCapacity, dtype: jnp.dtype
-) -> Iterator[tuple[Key, Array]]:
-    """The arrays of an empty bank: pools of zeros, and tables in which nobody has anything."""
-    K, page = capacity.adapters, capacity.page
-
-    def table(*shape: int, fill: int = 0) -> Array:
-        return jnp.full(shape, fill, jnp.int32)
-
-    for site, (d_in, d_out) in widths.items():
-        use = capacity.sites[site]
-        if use.pages:
-            yield (site, "A"), jnp.zeros((use.pages, page, d_in), dtype)
-            yield (site, "B"), jnp.zeros((use.pages, page, d_out), dtype)
-            yield (site, "table"), table(K, capacity.width[site])
-            yield (site, "rank"), table(K)
-        widths_of = {"scale": (d_out,), "shift": (d_out,), "input": (d_in,)}
-        widths_of |= {f"rotation{m}": (d_in // m, m, m) for m in use.rotations}
-        for kind, count in use.entries().items():
-            if kind in widths_of:
-                yield (site, kind), jnp.zeros((count, *widths_of[kind]), dtype)
-                yield (site, f"{kind}_row"), table(K, fill=-1)
-        if use.shared_terms:
-            rank = capacity.pair_pages * page
-            yield (site, "d"), jnp.zeros((use.shared_terms, rank), dtype)
-            yield (site, "e"), jnp.zeros((use.shared_terms, d_out), dtype)
-            yield (site, "shared_row"), table(K, capacity.terms, fill=-1)
-            yield (site, "shared_pair"), table(K, capacity.terms)
-    sharing = [widths[site] for site, use in capacity.sites.items() if use.shared_terms]
-    pages = capacity.pairs * capacity.pair_pages
-    for d_in in dict.fromkeys(d_in for d_in, _ in sharing):
-        yield (d_in, "pair_A"), jnp.zeros((pages, page, d_in), dtype)
-    for d_out in dict.fromkeys(d_out for _, d_out in sharing):
-        yield (d_out, "pair_B"), jnp.zeros((pages, page, d_out), dtype)
-    if sharing:
-        yield (0, "pair_table"), jnp.arange(pages, dtype=jnp.int32).reshape(capacity.pairs, -1)
-        yield (0, "pair_rank"), table(capacity.pairs)
-
-
-def _site_slots(arrays: Mapping[Key, Array], site: str, widths: tuple[int, int]) -> SiteSlots:
-    """The arrays of one site as the kernels read them."""
-
-    def vectors(kind: str) -> Vectors | None:
-        values = arrays.get((site, kind))
-        return None if values is None else Vectors(values, arrays[site, f"{kind}_row"])
-
-    rotations = sorted(
-        (
-            key[1]
-            for key in arrays
-            if key[0] == site and key[1].startswith("rotation") and not key[1].endswith("_row")
-        ),
-        key=lambda kind: int(kind.removeprefix("rotation")),
-    )
-    factors = shared = None
-    if (site, "A") in arrays:
-        factors = LowRank(*(arrays[site, kind] for kind in ("A", "B", "table", "rank")))
-    if (site, "d") in arrays:
-        sides = arrays[widths[0], "pair_A"], arrays[widths[1], "pair_B"]
-        pairs = LowRank(*sides, arrays[0, "pair_table"], arrays[0, "pair_rank"])
-        shared = Shared(pairs, *(arrays[site, k] for k in ("d", "e", "shared_row", "shared_pair")))
-    return SiteSlots(
-        factors=factors,
-        scale=vectors("scale"),
-        shift=vectors("shift"),
-        input_scale=vectors("input"),
-        rotations=tuple(
-            Rotation(arrays[site, kind], arrays[site, f"{kind}_row"]) for kind in rotations
-        ),
-        shared=shared,
-    )

@@ -139,3 +139,25 @@ def test_capacity_holds_any_k_of_the_adapters():
     assert capacity.covers(capacity_for(pool[:2], 2)) and not capacity_for(pool[:2], 2).covers(
         capacity
     )
+
+
+def test_tenants_of_one_pair_bring_the_widths_that_others_left_out():
+    """A pair is cut to the widths of the sites that use it; two tenants may use different sites."""
+    A, B = normal(RNG, D_IN, 5), normal(RNG, 5, D_OUT)
+    narrow, wide = ("p", A[:D_OUT], B), ("p", A, B)
+
+    def vera(site, d_in, pair):
+        term = random_term(RNG, d_in, D_OUT, 0, "de", pair)
+        return adapter(random_form(RNG, d_in, D_OUT, terms=[term]), site, site)
+
+    first, second = vera("o", D_OUT, narrow), vera("q", D_IN, wide)
+    widths = {"q": (D_IN, D_OUT), "o": (D_OUT, D_OUT)}
+    bank = AdapterBank(widths, capacity_for([first, second], 2))
+    assert bank.capacity.pairs == 1
+    bank.insert(first)
+    slot = bank.insert(second)
+    x, ids = normal(RNG, 5, D_IN), np.full(5, slot)
+    params = SiteParams(jnp.asarray(W), None, bank.slots["q"])
+    ours = sj.apply_normal_form(params, jnp.asarray(x), sj.segments(ids, 2))
+    expected = evaluate_rows([second["q"]], np.zeros(5, int), W, x)
+    np.testing.assert_allclose(ours, expected, atol=1e-4)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from scute_jax.errors import AdapterError
+from scute_jax.fold import fold
 from scute_jax.identity import content_version
 from scute_jax.normal_form import Adapter, NormalForm, Term
 from scute_jax.peft.arrays import HashedArrays
@@ -128,8 +129,8 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
     """The folded form with numpy float32 arrays, checked to fit the site and to be finite."""
     widths = next((p.d_in, p.d_out) for p in reading.base.projections if p.site == name)
     check_form(form, *widths, name)
-    terms = tuple(map(_folded, form.terms))
-    form = NormalForm(R=_array(form.R), s=_array(form.s), b=_array(form.b), terms=terms)
+    slots = (_array(form.R), _array(form.s), _array(form.b))
+    form = fold(NormalForm(*slots, terms=tuple(map(_term_on_host, form.terms))))
     for path, leaf in jax.tree_util.tree_leaves_with_path(form):
         if not np.isfinite(leaf).all():
             raise AdapterError(
@@ -139,18 +140,9 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
     return form
 
 
-def _folded(term: Term) -> Term:
-    """`scute_jax.fold` of one term in numpy: to load an adapter, nothing is compiled."""
+def _term_on_host(term: Term) -> Term:
     A, B, d, e = map(_array, (term.A, term.B, term.d, term.e))
-    c = np.float32(term.c)
-    if term.pair is not None:
-        d = d if c == 1 else np.full(term.rank, c) if d is None else d * c
-        return replace(term, A=A, B=B, c=1.0, d=d, e=e)
-    if d is not None:
-        A = A * (d * c)
-    elif c != 1:
-        A = A * c
-    return Term(A, B if e is None else B * e)
+    return replace(term, A=A, B=B, c=float(term.c), d=d, e=e)
 
 
 def _array(slot: Any) -> np.ndarray | None:

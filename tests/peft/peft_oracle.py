@@ -28,7 +28,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # everything here is tiny: threads only wait for each other
 
 import peft  # noqa: E402
-from tiny_checkpoints import CONFIGS, apply_form, base_output, projections, random_params  # noqa: E402
+from forms import apply_over  # noqa: E402
+from tiny_checkpoints import CONFIGS, base_output, projections, random_params  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config  # noqa: E402
 
 from scute_jax import Adapter, NormalForm  # noqa: E402
@@ -121,7 +122,7 @@ def compare(
         x = rng.normal(size=(ROWS, p.d_in)).astype(np.float32)
         base_y = base_output(random_params(name), p.module)
         plain = base_y(np.float64(x))
-        ours = apply_form(adapter.sites.get(p.site, NormalForm()), base_y, x)
+        ours = apply_over(adapter.sites.get(p.site, NormalForm()), base_y, np.float64(x))
         theirs = layer_output(model, p.module, x)
         effect = np.linalg.norm(theirs - plain)
         error = np.linalg.norm(ours - theirs)

@@ -5,36 +5,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tiny_checkpoints import CONFIGS, apply_form, lora_checkpoint, random_params, write
+from tiny_checkpoints import CONFIGS, lora_checkpoint, random_params, write
 
-from scute_jax import AdapterError, NormalForm, Term, fold
+from scute_jax import AdapterError, fold
 from scute_jax.peft import load_peft
-from scute_jax.peft.load import _folded
 
 SITE = "layers.0.self_attn.q_proj"
-
-
-@given(st.data())
-def test_loading_folds_as_fold_does(data):
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    vector = {n: rng.normal(size=n).astype(np.float32) for n in (3, 5)}
-    term = Term(
-        A=rng.normal(size=(4, 3)).astype(np.float32),
-        B=rng.normal(size=(3, 5)).astype(np.float32),
-        c=data.draw(st.sampled_from([1.0, 0.5, -2.0])),
-        d=data.draw(st.sampled_from([None, vector[3]])),
-        e=data.draw(st.sampled_from([None, vector[5]])),
-        pair=data.draw(st.sampled_from([None, "key"])),
-    )
-    ours, theirs = _folded(term), fold(NormalForm(terms=(term,))).terms[0]
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    x = rng.normal(size=(2, 4))
-    outputs = [apply_form(NormalForm(terms=(t,)), lambda x: 0.0, x) for t in (term, ours, theirs)]
-    assert np.allclose(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
-    for mine, folded in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert np.allclose(mine, folded, rtol=1e-6)
 
 
 def test_arrays_are_numpy_float32_and_already_folded(tmp_path: Path):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_checkpoints import CONFIGS, apply_form, base_output, projections, random_params, write
+from forms import apply_over
+from tiny_checkpoints import CONFIGS, base_output, projections, random_params, write
 
 from scute_jax import AdapterError
 from scute_jax.peft import load_peft
@@ -29,7 +30,9 @@ def test_scale_and_shift_act_on_the_whole_output(tmp_path: Path):
         scale, shift = (
             tensors[f"base_model.model.{p.module}.{name}"] for name in ("ssf_scale", "ssf_shift")
         )
-        assert np.allclose(apply_form(adapter[p.site], base_y, x), base_y(x) * scale + shift)
+        assert np.allclose(
+            apply_over(adapter[p.site], base_y, np.float64(x)), base_y(x) * scale + shift
+        )
 
 
 def test_ones_and_zeros_take_no_slot(tmp_path: Path):

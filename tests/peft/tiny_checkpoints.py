@@ -1,7 +1,7 @@
 """A tiny base whose every dimension differs, in numpy, and checkpoints for it. No torch here.
 
 params = random_params("biased"); write(folder, config, tensors)
-adapter = load_peft(folder, CONFIGS["biased"], params); y = apply_form(adapter[site], ...)
+adapter = load_peft(folder, CONFIGS["biased"], params); y = forms.apply_over(adapter[site], ...)
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from scute_jax import NormalForm
 from scute_jax.peft.base import Base, Projection
 
 # vocab 97, hidden 48, intermediate 80, q and o 72, k and v 24: no two sides of a module agree.
@@ -84,25 +83,6 @@ def lora_checkpoint(
             tensors[f"{key}.lora_A.weight"] = rng.normal(size=(r, p.d_in)).astype(np.float32)
             tensors[f"{key}.lora_B.weight"] = rng.normal(size=(p.d_out, r)).astype(np.float32)
     return config | fields, tensors
-
-
-def apply_form(form: NormalForm, base_y, x: np.ndarray) -> np.ndarray:
-    """F(x) in float64; `base_y` maps x to x W + bias. R is applied block by block."""
-    x = np.asarray(x, np.float64)
-    rotated = x
-    if form.R is not None:
-        n, m, _ = form.R.shape
-        blocks = x.reshape(len(x), n, m)
-        rotated = np.einsum("tnp,npq->tnq", blocks, np.float64(form.R)).reshape(x.shape)
-    y = base_y(rotated)
-    if form.s is not None:
-        y = y * np.float64(form.s)
-    if form.b is not None:
-        y = y + np.float64(form.b)
-    for term in form.terms:
-        low = (x @ np.float64(term.A)) * (1.0 if term.d is None else np.float64(term.d))
-        y = y + term.c * (low @ np.float64(term.B)) * (1.0 if term.e is None else term.e)
-    return y
 
 
 def base_output(params: Mapping[str, np.ndarray], module: str):
