@@ -14,7 +14,8 @@ class Op:
     """An op with its definition and its Pallas twin, which have one signature.
 
     The twin also takes `interpret`: kernels run interpreted where there is no GPU. Its gradient is
-    that of the definition.
+    that of the definition. It should be jitted by itself: a model calls it once per layer, and only
+    a jitted function is traced and compiled once for all calls of one shape.
     """
 
     name: str

@@ -57,17 +57,21 @@ def forward(
     """The final hidden states (after the last norm) of every row, and the cache with their keys.
 
     `segments` says which adapter each row uses (t = n * size rows). Dtypes: activations have the
-    dtype of the embedding; norms, rope, softmax and all sums are taken in float32.
+    dtype of the embedding, except the residual stream between the layers, which is float32 (half
+    precision would round it twice a layer); norms, rope, softmax and all sums are float32.
     """
+    dtype = params.embed_tokens.dtype
     x = jnp.take(params.embed_tokens, jnp.reshape(batch.tokens, (-1,)), axis=0, mode="clip")
+    x = x.astype(jnp.float32)  # the residual stream
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     places = _places(batch, cache)
     k_pages, v_pages = list(cache.k), list(cache.v)
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation)
-        h = rms_norm(x, layer.input_layernorm, config.rms_norm_eps)
-        q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h)
-        q, k = (_rotate(_heads(part, config), rope) for part in (q, k))
+        h = rms_norm(x, layer.input_layernorm, config.rms_norm_eps).astype(dtype)
+        # Rounded once, after the rotation: half precision counts most where scores come from.
+        q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
+        q, k = (_rotate(_heads(part, config), rope).astype(dtype) for part in (q, k))
         k_pages[i] = write_pages(k_pages[i], k, *places)
         v_pages[i] = write_pages(v_pages[i], _heads(v, config), *places)
         attended = paged_attention(
@@ -80,12 +84,12 @@ def forward(
             implementation=implementation,
         )
         (o,) = site("self_attn", ("o_proj",), jnp.reshape(attended, (x.shape[0], -1)))
-        x = x + o
-        h = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps)
+        x = x + o.astype(jnp.float32)
+        h = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps).astype(dtype)
         gate, up = site("mlp", ("gate_proj", "up_proj"), h)
-        (down,) = site("mlp", ("down_proj",), _silu(gate) * up)
-        x = x + down
-    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+        (down,) = site("mlp", ("down_proj",), _gated(gate, up))
+        x = x + down.astype(jnp.float32)
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps).astype(dtype)
     return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
 
 
@@ -109,11 +113,11 @@ def logits(
 def rms_norm(x: Float[Array, "t d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "t d"]:
     """x / sqrt(mean(x^2) + eps) * weight. Source: RMSNorm (arXiv:1910.07467) eq. 4.
 
-    Dtypes: the quotient is taken in float32 and rounded to the dtype of x before the weight.
+    Dtypes: float32 throughout.
     """
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)[None, :]
+    x = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * scale * weight.astype(jnp.float32)[None, :]
 
 
 class _Sites:
@@ -123,9 +127,11 @@ class _Sites:
         self.layer, self.slots, self.prefix = layer, slots, prefix
         self.segments, self.how = segments, how
 
-    def __call__(self, module: str, names: tuple[str, ...], x: Array) -> tuple[Array, ...]:
+    def __call__(
+        self, module: str, names: tuple[str, ...], x: Array, out_dtype: jnp.dtype | None = None
+    ) -> tuple[Array, ...]:
         params = tuple(self._params(module, name) for name in names)
-        return apply_fused(params, x, self.segments, implementation=self.how)
+        return apply_fused(params, x, self.segments, out_dtype=out_dtype, implementation=self.how)
 
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)
@@ -133,9 +139,10 @@ class _Sites:
         return SiteParams(linear.weight, linear.bias, self.slots.get(site, SiteSlots()))
 
 
-def _silu(x: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
+def _gated(gate: Float[Array, "t f"], up: Float[Array, "t f"]) -> Float[Array, "t f"]:
+    """silu(gate) * up. Source: SwiGLU (arXiv:2002.05202) eq. 6."""
+    wide = gate.astype(jnp.float32)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def _heads(x: Float[Array, "t w"], config: LlamaConfig) -> Float[Array, "t h dh"]:

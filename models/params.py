@@ -47,7 +47,7 @@ class LlamaParams:
     lm_head: Linear | None = None
 
     def linear(self, site: str) -> Linear:
-        """The projection of a site: "layers.3.mlp.up_proj", "lm_head". KeyError if there is none."""
+        """The projection of a site: "layers.3.mlp.up_proj", "lm_head". KeyError if none."""
         if site == "lm_head":
             return Linear(self.embed_tokens.T) if self.lm_head is None else self.lm_head
         parts = site.split(".")

@@ -30,6 +30,7 @@ class RotateTile:
     num_stages: int = 2
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def block_rotate(
     x: Float[Array, "t d_in"],
     rotation: Rotation,
@@ -46,6 +47,7 @@ def block_rotate(
     return _launch(kernel, "block_rotate", blocks * m, x, rotation, tiles, slot, tile, interpret)
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def scale_input(
     x: Float[Array, "t d_in"],
     scale: Vectors,

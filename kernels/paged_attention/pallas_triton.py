@@ -30,6 +30,7 @@ class AttentionTile:
     num_stages: int = 2
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def paged_attention(
     q: Float[Array, "n size hq dh"],
     k_pages: Float[Array, "p hkv page dh"],

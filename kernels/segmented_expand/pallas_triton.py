@@ -30,6 +30,7 @@ class ExpandTile:
     num_stages: int = 2
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_expand(
     h: tuple[Float[Array, "t d_out"], ...],
     low: tuple[Float[Array, "splits n size r"] | None, ...],

@@ -22,15 +22,19 @@ from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
 
 @dataclass(frozen=True)
 class ShrinkTile:
-    """block_k, block_r: columns of x and ranks in one product; splits: parts of d_in."""
+    """block_k, block_r: columns of x and ranks in one product.
 
-    block_k: int = 256
-    splits: int = 8
+    d_in is split into parts until there are `programs` of them or a part is one product long.
+    """
+
+    block_k: int = 512
     block_r: int = 16
+    programs: int = 384
     num_warps: int = 4
     num_stages: int = 2
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_shrink(
     x: Float[Array, "t d_in"],
     factors: tuple[LowRank | None, ...],
@@ -47,16 +51,16 @@ def segmented_shrink(
     n, d_in = tiles.slot.shape[0], x.shape[1]
     page = live[0].A.shape[1]
     block_r = max(tile.block_r, page)
+    block_k = min(tile.block_k, power_of_two(d_in))
+    splits = min(pl.cdiv(d_in, block_k), pl.cdiv(tile.programs, n * len(live)))
     shapes = [
-        jax.ShapeDtypeStruct((tile.splits, n, size, _width(f, block_r)), jnp.float32) for f in live
+        jax.ShapeDtypeStruct((splits, n, size, _width(f, block_r)), jnp.float32) for f in live
     ]
-    kernel = partial(
-        _kernel, len(live), size, d_in, tile.splits, min(tile.block_k, power_of_two(d_in)), block_r
-    )
+    kernel = partial(_kernel, len(live), size, d_in, splits, block_k, block_r)
     lows = pallas_call(
         kernel,
         name="segmented_shrink",
-        grid=(n, tile.splits, len(live)),
+        grid=(n, splits, len(live)),
         out_shape=shapes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -110,8 +114,11 @@ def _kernel(
                     )
                     return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-                zero = jnp.zeros((size, block_r), jnp.float32)
-                total = jax.lax.fori_loop(0, span // block_k, columns, zero)
+                total = jnp.zeros((size, block_r), jnp.float32)
+                if span == block_k:  # keeps the loop over ranks the innermost: it is pipelined
+                    total = columns(0, total)
+                else:
+                    total = jax.lax.fori_loop(0, span // block_k, columns, total)
                 low_ref[part, i, :, pl.ds(b * block_r, block_r)] = total
 
             jax.lax.fori_loop(0, pl.cdiv(rank, block_r), ranks, None)

@@ -33,6 +33,7 @@ class SharedTile:
     num_stages: int = 3
 
 
+@partial(jax.jit, static_argnames=("tile", "interpret"))
 def shared_factors(
     h: Float[Array, "t d_out"],
     x: Float[Array, "t d_in"],

@@ -1,0 +1,144 @@
+"""The error of bfloat16 serving as a share of each adapter's effect, on the real model.
+
+    python -m benchmarks.bf16_effect --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA --out FILE
+
+Amplified adapters of every method are made with the PEFT library and served in one batch in
+bfloat16; the oracle is PEFT in float32 (no TF32) on the same bfloat16-rounded base and files. For
+each adapter: mean |log-probability - oracle| over the tokens of the texts, divided by mean
+|oracle - base|, which is what the adapter does.
+"""
+
+import argparse
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import peft
+import torch
+import transformers
+
+from benchmarks.adapter_tasks import read_examples
+from scute_jax.serving import Engine, Request, SamplingParams
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+FF = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+
+
+def recipes() -> dict[str, tuple[peft.PeftConfig, float]]:
+    """Name -> (config, how far its trainable numbers are moved): effects of a nat and more."""
+    lora = {"target_modules": EVERY, "init_lora_weights": False}
+    return {
+        "LoRA r16": (peft.LoraConfig(r=16, lora_alpha=16, **lora), 0.08),
+        "LoRA r64": (peft.LoraConfig(r=64, lora_alpha=32, **lora), 0.1),
+        "DoRA r8": (peft.LoraConfig(r=8, use_dora=True, target_modules=EVERY), 0.2),
+        "(IA)3": (peft.IA3Config(**FF), 0.3),
+        "VeRA r256": (peft.VeraConfig(r=256, target_modules=EVERY[:-1]), 0.6),
+        "VeRA r128": (
+            peft.VeraConfig(r=128, target_modules=EVERY[:-1], projection_prng_key=7),
+            0.75,
+        ),
+        "OFT 32": (peft.OFTConfig(oft_block_size=32, target_modules=EVERY), 0.02),
+        "OFT 16 exact": (
+            peft.OFTConfig(oft_block_size=16, use_cayley_neumann=False, target_modules=EVERY),
+            0.04,
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--texts", type=int, default=8)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    twin = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model.parent, gguf_file=args.model.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    twin = twin.to(device).eval()
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {n: make(twin, n, c, s, Path(scratch)) for n, (c, s) in recipes().items()}
+        engine = Engine.from_pretrained(
+            args.model, dtype="bfloat16", max_adapters=16, memory=2 << 30
+        )
+        for name, folder in folders.items():
+            engine.add_adapter(name, folder)
+        examples = read_examples(args.data, "gsm8k", "test")[: args.texts]
+        texts = [engine.tokenizer.encode(f"{e.user}\n{e.answer}") for e in examples]
+        ours = serve(engine, [None, *folders], texts)
+        base = [oracle(twin, ids) for ids in texts]
+        rows = [{"adapter": "base", "error": mean_gap(ours[None], base)}]
+        for name, folder in folders.items():
+            model = peft.PeftModel.from_pretrained(twin, folder).eval()
+            expected = [oracle(model, ids) for ids in texts]
+            model.unload()
+            effect, error = mean_gap(expected, base), mean_gap(ours[name], expected)
+            rows.append({"adapter": name, "error": error, "effect": effect})
+    report(rows, device, args.out)
+
+
+def make(twin, name: str, config: peft.PeftConfig, scale: float, scratch: Path) -> Path:
+    """A folder as PEFT writes it, numbers moved by `scale` times a normal one, in bfloat16."""
+    torch.manual_seed(len(name))
+    model = peft.get_peft_model(twin, config)
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+                parameter.copy_((parameter + scale * noise).bfloat16().float())
+    folder = scratch / name.replace(" ", "-").replace("(", "").replace(")", "")
+    model.save_pretrained(folder)
+    model.unload()
+    return folder
+
+
+def serve(engine: Engine, names, texts) -> dict[str | None, list[np.ndarray]]:
+    """The log-probabilities of every text under every adapter, all in one batch."""
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    keys = [(name, i) for i in range(len(texts)) for name in names]
+    requests = [Request(prompt_token_ids=texts[i], adapter=n, sampling=sampling) for n, i in keys]
+    found: dict[str | None, list[np.ndarray]] = {name: [] for name in names}
+    for (name, _), completion in zip(keys, engine.generate(requests), strict=True):
+        if completion.error:
+            raise RuntimeError(f"{name}: {completion.error}")
+        found[name].append(np.array(completion.prompt_logprobs[1:]))
+    return found
+
+
+def oracle(model, ids: list[int]) -> np.ndarray:
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)
+    with torch.no_grad():
+        scores = torch.log_softmax(model(tokens).logits[0].double(), -1)
+    return scores[torch.arange(len(ids) - 1), tokens[0, 1:]].cpu().numpy()
+
+
+def mean_gap(left, right) -> float:
+    return float(np.mean(np.abs(np.concatenate(left) - np.concatenate(right))))
+
+
+def report(rows: list[dict], device: str, out: Path | None) -> None:
+    print(f"{'adapter':16} {'error':>8} {'effect':>8} {'share':>7}   nats, mean over tokens")
+    for row in rows:
+        share = row["error"] / row["effect"] if "effect" in row else float("nan")
+        row["share"] = share
+        effect = row.get("effect", float("nan"))
+        print(f"{row['adapter']:16} {row['error']:8.4f} {effect:8.3f} {100 * share:6.2f} %")
+    versions = {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
+    facts = {"jax backend": jax.default_backend(), "oracle on": device, "versions": versions}
+    if out:
+        out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
