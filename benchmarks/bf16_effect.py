@@ -10,6 +10,7 @@ each adapter: mean |log-probability - oracle| over the tokens of the texts, divi
 
 import argparse
 import json
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -32,11 +33,11 @@ def recipes() -> dict[str, tuple[peft.PeftConfig, float]]:
     """Name -> (config, how far its trainable numbers are moved): effects of a nat and more."""
     lora = {"target_modules": EVERY, "init_lora_weights": False}
     return {
-        "LoRA r16": (peft.LoraConfig(r=16, lora_alpha=16, **lora), 0.08),
+        "LoRA r16": (peft.LoraConfig(r=16, lora_alpha=16, **lora), 0.06),
         "LoRA r64": (peft.LoraConfig(r=64, lora_alpha=32, **lora), 0.1),
-        "DoRA r8": (peft.LoraConfig(r=8, use_dora=True, target_modules=EVERY), 0.2),
+        "DoRA r8": (peft.LoraConfig(r=8, use_dora=True, target_modules=EVERY), 0.12),
         "(IA)3": (peft.IA3Config(**FF), 0.3),
-        "VeRA r256": (peft.VeraConfig(r=256, target_modules=EVERY[:-1]), 0.6),
+        "VeRA r256": (peft.VeraConfig(r=256, target_modules=EVERY[:-1]), 0.7),
         "VeRA r128": (
             peft.VeraConfig(r=128, target_modules=EVERY[:-1], projection_prng_key=7),
             0.75,
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3, help="adapters of each kind")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -67,37 +69,44 @@ def main() -> None:
             parameter.copy_(parameter.bfloat16().float())
     twin = twin.to(device).eval()
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {n: make(twin, n, c, s, Path(scratch)) for n, (c, s) in recipes().items()}
+        folders = {
+            (name, seed): make(twin, name, seed, config, scale, Path(scratch))
+            for name, (config, scale) in recipes().items()
+            for seed in range(args.seeds)
+        }
         engine = Engine.from_pretrained(
-            args.model, dtype="bfloat16", max_adapters=16, memory=2 << 30
+            args.model, dtype="bfloat16", max_adapters=len(folders), memory=2 << 30
         )
-        for name, folder in folders.items():
-            engine.add_adapter(name, folder)
+        for folder in folders.values():
+            engine.add_adapter(folder.name, folder)
         examples = read_examples(args.data, "gsm8k", "test")[: args.texts]
         texts = [engine.tokenizer.encode(f"{e.user}\n{e.answer}") for e in examples]
-        ours = serve(engine, [None, *folders], texts)
+        ours = serve(engine, [None, *(folder.name for folder in folders.values())], texts)
         base = [oracle(twin, ids) for ids in texts]
         rows = [{"adapter": "base", "error": mean_gap(ours[None], base)}]
-        for name, folder in folders.items():
+        gaps: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in folders}
+        for (name, _), folder in folders.items():
             model = peft.PeftModel.from_pretrained(twin, folder).eval()
             expected = [oracle(model, ids) for ids in texts]
             model.unload()
-            effect, error = mean_gap(expected, base), mean_gap(ours[name], expected)
-            rows.append({"adapter": name, "error": error, "effect": effect})
+            gaps[name].append((mean_gap(ours[folder.name], expected), mean_gap(expected, base)))
+        for name, pairs in gaps.items():
+            error, effect = np.mean(pairs, axis=0).tolist()
+            rows.append({"adapter": name, "error": error, "effect": effect, "each": pairs})
     report(rows, device, args.out)
 
 
-def make(twin, name: str, config: peft.PeftConfig, scale: float, scratch: Path) -> Path:
+def make(twin, name: str, seed: int, config: peft.PeftConfig, scale: float, scratch: Path) -> Path:
     """A folder as PEFT writes it, numbers moved by `scale` times a normal one, in bfloat16."""
-    torch.manual_seed(len(name))
+    torch.manual_seed(seed)
     model = peft.get_peft_model(twin, config)
-    generator = torch.Generator().manual_seed(len(name))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
                 parameter.copy_((parameter + scale * noise).bfloat16().float())
-    folder = scratch / name.replace(" ", "-").replace("(", "").replace(")", "")
+    folder = scratch / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{seed}"
     model.save_pretrained(folder)
     model.unload()
     return folder

@@ -69,7 +69,7 @@ def forward(
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation)
         h = rms_norm(x, layer.input_layernorm, config.rms_norm_eps).astype(dtype)
-        # Rounded once, after the rotation: half precision counts most where scores come from.
+        # What is rotated or added to the residual stream stays float32 until then.
         q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
         q, k = (_rotate(_heads(part, config), rope).astype(dtype) for part in (q, k))
         k_pages[i] = write_pages(k_pages[i], k, *places)
@@ -83,12 +83,13 @@ def forward(
             batch.rows,
             implementation=implementation,
         )
-        (o,) = site("self_attn", ("o_proj",), jnp.reshape(attended, (x.shape[0], -1)))
-        x = x + o.astype(jnp.float32)
+        attended = jnp.reshape(attended, (x.shape[0], -1))
+        (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
+        x = x + o
         h = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps).astype(dtype)
         gate, up = site("mlp", ("gate_proj", "up_proj"), h)
-        (down,) = site("mlp", ("down_proj",), _gated(gate, up))
-        x = x + down.astype(jnp.float32)
+        (down,) = site("mlp", ("down_proj",), _gated(gate, up), out_dtype=jnp.float32)
+        x = x + down
     hidden = rms_norm(x, params.norm, config.rms_norm_eps).astype(dtype)
     return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
 

@@ -41,9 +41,9 @@ def main() -> None:
         )
         grid = [(ShrinkTile(), ExpandTile())]
         if args.sweep:
-            shrinks = itertools.product((256, 512, 1024), (2, 4, 8), (256, 512, 1024))
+            shrinks = itertools.product((512, 1024), (4, 8), (256, 512, 1024))
             grid += [(ShrinkTile(block_k=k, num_warps=w, programs=p), None) for k, w, p in shrinks]
-            expands = itertools.product((128, 256, 512), (2, 4, 8), (1, 3))
+            expands = itertools.product((128, 256, 512), (4, 8), (2,))
             grid += [
                 (None, ExpandTile(block_n=n, num_warps=w, num_stages=s)) for n, w, s in expands
             ]

@@ -79,15 +79,15 @@ def next_logprobs(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
 
 
 def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """What transformers' own generate continues with."""
+    """What transformers' own generate continues with, end-of-text tokens or not."""
     tokens = torch.tensor([ids])
     with torch.no_grad():
         out = model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=count,
-            min_new_tokens=count,
             do_sample=False,
             pad_token_id=0,
+            eos_token_id=-1,
         )
     return out[0, len(ids) :].tolist()
