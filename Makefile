@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint typecheck check clean
+.PHONY: demo test test-core lint typecheck check clean
 
 demo: $(VENV)/run.ok
 	$(BIN)/scute demo
 
 test: $(VENV)/test.ok
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/pytest -q --durations=10
+
+# What needs neither torch nor a model: the core, the kernels, and the import of checkpoints.
+test-core: $(VENV)/core.ok
+	$(BIN)/pytest -q tests/kernels tests/test_*.py
 
 lint: $(VENV)/lint.ok
 	$(BIN)/ruff check .
@@ -41,7 +45,7 @@ EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo "[cuda12]")
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q --upgrade pip setuptools
 
 $(VENV)/run.ok: $(VENV)/bin/python pyproject.toml
 	@echo "installing scute_jax into $(VENV)"
@@ -53,6 +57,10 @@ $(VENV)/test.ok: $(VENV)/run.ok
 	@echo "installing the oracles (torch, transformers, PEFT)"
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -e ".[test]"
+	touch $@
+
+$(VENV)/core.ok: $(VENV)/run.ok
+	$(BIN)/pip install -q pytest hypothesis beartype
 	touch $@
 
 $(VENV)/lint.ok: $(VENV)/run.ok

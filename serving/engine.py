@@ -193,6 +193,12 @@ class Engine:
             while len(self._launched) > ahead:
                 self._read()
 
+    def cancel_waiting(self) -> None:
+        """Cancels every request that has not begun to run; those that have go on to their end."""
+        with self._lock:
+            for sequence in self._scheduler.queued():
+                self._retire(sequence, "cancelled")
+
     def cancel(self, sequence: Sequence) -> None:
         """Ends a request as it is, with finish_reason "cancelled"."""
         with self._lock:

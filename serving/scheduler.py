@@ -95,6 +95,11 @@ class Scheduler:
             self._served = kept | {version: max(kept.get(version, 0), floor)}
         self.waiting.setdefault(version, deque()).append(sequence)
 
+    def queued(self) -> list[Sequence]:
+        """The sequences that wait and have not begun: no token of theirs is generated."""
+        waiting = (sequence for queue in self.waiting.values() for sequence in queue)
+        return [sequence for sequence in waiting if not sequence.tokens]
+
     def schedule_prefill(self) -> PrefillWork | None:
         """Admits what fits and fills a step with prompt tokens, oldest sequences first."""
         self._admit()

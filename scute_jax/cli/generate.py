@@ -52,12 +52,11 @@ def run(args: argparse.Namespace) -> int:
         say(f"{args.output}: {len(results.done)} results are there, {len(lines)} to go")
     stop = _StopSignals()
     failed = 0
-    with Status("generate", len(lines)) as status, stop:
+    with results, Status("generate", len(lines)) as status, stop:
         for line, completion in _answers(engine, lines, refused, stop, args.order == "requests"):
             results.append(to_json(line, completion))
             failed += completion.finish_reason == "error"
             status.step(1, len(completion.token_ids))
-    results.close()
     if stop.asked:
         say(f"stopped; what was begun is finished. Go on with --resume --output {args.output}")
         return 130
@@ -144,7 +143,9 @@ def _completions(
         else:
             served.append(line.request)
     for chunk in engine.stream(stop.until(served)):
-        if chunk.completion is not None:
+        if stop.asked:
+            engine.cancel_waiting()
+        if chunk.completion is not None and chunk.completion.finish_reason != "cancelled":
             yield chunk.completion
 
 

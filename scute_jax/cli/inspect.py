@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -54,11 +55,17 @@ def describe(path: Path, model: str | None = None) -> dict[str, Any]:
         if model is not None:
             report |= _of_adapter(_load(path, model))
         else:
-            for key in tensors.shapes:
-                tensors.read(key)
+            _check_finite(tensors)
     except AdapterError as error:
         report["problems"].append(str(error))
     return report
+
+
+def _check_finite(tensors) -> None:
+    """Raises: AdapterError naming a tensor that holds NaN or infinity, or that cannot be read."""
+    for key in tensors.shapes:
+        if not np.isfinite(tensors.read(key).astype(np.float32)).all():
+            raise AdapterError(f"{tensors.path}: tensor {key!r} holds NaN or infinity.")
 
 
 def _of_files(fields: dict, method: Method, shapes: dict, path: Path) -> dict[str, Any]:

@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # ours: they name the file, the field and the cure
         print(f"scute {args.command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"scute {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"scute {args.command}: stopped.", file=sys.stderr)
         return 130

@@ -11,21 +11,31 @@ class ResultsFile:
     """JSON lines, one per request; `done` holds the ids that have a record.
 
     A record is written and handed to the operating system whole before the next one. What a killed
-    run left of a record is cut off when the file is opened again.
+    run left of a record is cut off when the file is opened (`with`) again.
     """
 
     def __init__(self, path: Path, resume: bool):
-        """Raises: ValueError if there are results already and `resume` is not set, or if the file
-        holds something else; OSError if it cannot be written."""
+        """Reads what is there, and writes nothing yet.
+
+        Raises: ValueError if there are results already and `resume` is not set, or if the file
+        holds something else.
+        """
         self.path, self.done = path, set[str]()
-        whole = self._read() if path.exists() else 0
+        self._whole = self._read() if path.exists() else 0
         if self.done and not resume:
             raise ValueError(
                 f"{path} holds {len(self.done)} results already; give --resume to go on with them, "
                 "or another --output."
             )
-        self._file: BinaryIO = open(path, "ab")
-        self._file.truncate(whole)
+
+    def __enter__(self) -> "ResultsFile":
+        """Raises: OSError if the file cannot be written."""
+        self._file: BinaryIO = open(self.path, "ab")
+        self._file.truncate(self._whole)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one record. Raises: OSError naming the file, if the disk is full for instance."""
@@ -40,9 +50,6 @@ class ResultsFile:
                 error.errno, f"{error.strerror}; results so far are kept", str(self.path)
             ) from error
         self.done.add(_id(record))
-
-    def close(self) -> None:
-        self._file.close()
 
     def _cut(self, end: int) -> None:
         """Takes back what was written of a record, if the disk lets us; else reopening does."""

@@ -1,0 +1,7 @@
+"""`python -m scute_jax.cli` is `scute`."""
+
+import sys
+
+from scute_jax.cli.main import main
+
+sys.exit(main())
