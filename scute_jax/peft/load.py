@@ -35,6 +35,7 @@ def load_peft(
     params: Any = None,
     *,
     key_map: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Adapter:
     """The adapter in a folder that PEFT saved, for the base that `config` describes.
 
@@ -42,6 +43,8 @@ def load_peft(
     base's weights (models.params.LlamaParams, a mapping of Hugging Face tensor names to arrays, or
     the model's folder); only methods whose normal form depends on them look at them. `key_map`
     renames modules (pattern -> replacement) in files of trainers that call them differently.
+    `options` states fields of adapter_config.json that the file lacks, such as the task of an
+    adapter that mixes its parts per task: options={"task_id": 3}.
     Nothing is downloaded: base_model_name_or_path is a hint for people.
 
     Dtypes: the arrays of the result are numpy float32, as PEFT itself computes adapters.
@@ -49,12 +52,13 @@ def load_peft(
     not understood in full; ValueError if `config` describes no model that is served.
     """
     base = Base.from_config(config)
-    options, tensors = open_checkpoint(path)
-    method = method_of(options)
+    stated, tensors = open_checkpoint(path)
+    stated = stated.completed(options or {})
+    method = method_of(stated)
     names = place(tensors.shapes, base, tensors.path, key_map)
-    reading = Reading(options, tensors, names, base, BaseWeights(params, base), targets=())
+    reading = Reading(stated, tensors, names, base, BaseWeights(params, base), targets=())
     refuse_fields(reading, method)
-    targets = set(targeted(options, base))
+    targets = set(targeted(stated, base))
     if EMBEDDING in targets:
         refuse_embedding(reading)
     reading.targets = tuple(p for p in base.projections if p.module in targets)
@@ -69,7 +73,7 @@ def load_peft(
         version=content_version(_content(sites)),
         metadata=(
             ("peft_type", method.peft_type),
-            ("config", json.dumps(dict(options.fields), sort_keys=True)),
+            ("config", json.dumps(dict(stated.fields), sort_keys=True)),
             ("notes", tuple(reading.notes)),
             (
                 "widths",
@@ -122,6 +126,11 @@ def _refuse_incomplete(reading: Reading, method: Method) -> None:
         raise AdapterError(
             f"{reading.options.path}: {len(fields)} field(s) of unknown meaning: {shown}. They may "
             "change the function of the adapter; remove those that do not."
+        )
+    if idle := reading.options.idle():
+        raise AdapterError(
+            f"{reading.options.path}: options= states {some(idle)}, which no {method.name} adapter "
+            "reads; leave it out."
         )
 
 

@@ -46,18 +46,10 @@ INERT = (
 @register("LORA", inert=INERT)
 def lora(site: Site) -> NormalForm:
     """x W + c (x A) B"""
-    r = site.matching("rank_pattern", site.option("r", kind=int, required=True), int)
-    alpha = site.option("lora_alpha", kind=float, required=True)
-    alpha = site.matching("alpha_pattern", alpha, float)
-    tying = site.option("ensure_weight_tying", False, kind=bool)
-    if tying and site.base.tied and site.module == HEAD:
-        site.refuse_field("ensure_weight_tying", "on a tied head it adapts the embedding, too")
-    if r < 1:
-        site.refuse_field("r", f"with rank_pattern it gives {site.module} rank {r}, not 1 or more")
-    c = alpha / (math.sqrt(r) if site.option("use_rslora", False, kind=bool) else r)
+    r, c = rank_and_scale(site)
     A = site.tensor("lora_A.weight", (r, site.d_in)).T
     B = site.tensor("lora_B.weight", (site.d_out, r)).T
-    terms = (Term(A, B, c=c), *_taken_out(site, r, c))
+    terms = (Term(A, B, c=c), *taken_out(site, r, c))
     if not site.option("lora_bias", False, kind=bool):
         return NormalForm(terms=terms)
     if len(terms) > 1:
@@ -66,7 +58,20 @@ def lora(site: Site) -> NormalForm:
     return NormalForm(b=b, terms=terms)
 
 
-def _taken_out(site: Site, r: int, c: float) -> tuple[Term, ...]:
+def rank_and_scale(site: Site) -> tuple[int, float]:
+    """r and c = alpha / r of this module, or alpha / sqrt(r) with use_rslora."""
+    r = site.matching("rank_pattern", site.option("r", kind=int, required=True), int)
+    alpha = site.option("lora_alpha", kind=float, required=True)
+    alpha = site.matching("alpha_pattern", alpha, float)
+    tying = site.option("ensure_weight_tying", False, kind=bool)
+    if tying and site.base.tied and site.module == HEAD:
+        site.refuse_field("ensure_weight_tying", "on a tied head it adapts the embedding, too")
+    if r < 1:
+        site.refuse_field("r", f"with rank_pattern it gives {site.module} rank {r}, not 1 or more")
+    return r, alpha / (math.sqrt(r) if site.option("use_rslora", False, kind=bool) else r)
+
+
+def taken_out(site: Site, r: int, c: float) -> tuple[Term, ...]:
     """The term -A0 B0 that an unconverted PiSSA or OLoRA takes out of the base; else none."""
     init = site.option("init_lora_weights", True)
     if not isinstance(init, bool | str):

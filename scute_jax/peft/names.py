@@ -14,7 +14,8 @@ from scute_jax.errors import AdapterError
 from scute_jax.peft.base import Base
 
 PREFIX = "base_model.model."
-SUFFIXES = ("weight", "bias")
+# What may follow the name of a tensor, or of the adapter where a key has it.
+SUFFIXES = ("weight", "bias", "X", "Xd", "Xu", "zeros", "vector_a", "vector_b", "module_logits")
 
 
 @dataclass
@@ -112,6 +113,6 @@ def _without(name: str, infix: str | None) -> str:
 
 
 def _core(name: str) -> list[str]:
-    """The parts of a name without a final "weight" or "bias"."""
+    """The parts of a name without a final "weight", "bias" or the like."""
     parts = name.split(".")
     return parts[:-1] if parts[-1] in SUFFIXES else parts

@@ -48,9 +48,10 @@ KINDS = {
 class Options:
     """The fields of one adapter_config.json."""
 
-    def __init__(self, fields: Mapping[str, Any], path: Path):
+    def __init__(self, fields: Mapping[str, Any], path: Path, given: Collection[str] = ()):
         self.fields, self.path = MappingProxyType(dict(fields)), path
         self._used: set[str] = set()
+        self._given = tuple(given)  # names of fields that the caller stated, not the file
 
     @classmethod
     def read(cls, path: Path) -> "Options":
@@ -72,6 +73,16 @@ class Options:
                 'name of a method such as "LORA".'
             )
         return cls(fields, path)
+
+    def completed(self, given: Mapping[str, Any]) -> "Options":
+        """The same with fields that the file does not state.
+
+        Raises: AdapterError for one that the file states in another way.
+        """
+        for name, value in given.items():
+            if self.fields.get(name) not in (None, value):
+                self.refuse(name, f"options= states it as {value!r:.100}; leave it to the file")
+        return Options({**self.fields, **given}, self.path, given=tuple(given))
 
     def get(
         self,
@@ -122,6 +133,10 @@ class Options:
             and name not in inert
             and not any(type(value) is type(o) and value == o for o in off)
         ]
+
+    def idle(self) -> list[str]:
+        """The fields that the caller stated and nobody read."""
+        return [name for name in self._given if name not in self._used]
 
     def refuse(self, name: str, needed: str) -> NoReturn:
         """Raises AdapterError naming the file, the field, its value and what was needed."""

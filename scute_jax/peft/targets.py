@@ -13,10 +13,15 @@ from scute_jax.peft.options import Options
 
 # What PEFT targets where target_modules is null, by model type; other methods have to state it.
 ATTENTION = {kind: ("q_proj", "v_proj") for kind in ("llama", "mistral", "qwen2")}
+LIKE_LORA = """
+    LORA VERA OFT LOHA LOKR GRALORA DELORA MISS UNILORA TINYLORA HRA DEFT PEANUT PSOFT POLY GLORA
+    BOFT PVERA FOURIERFT RANDLORA
+""".split()
 DEFAULT_TARGETS = {
-    "LORA": ATTENTION,
-    "VERA": ATTENTION,
-    "OFT": ATTENTION,
+    **dict.fromkeys(LIKE_LORA, ATTENTION),
+    "ADALORA": {kind: ("q_proj", "v_proj") for kind in ("llama", "qwen2")},
+    "VBLORA": {kind: ("q_proj", "v_proj") for kind in ("llama", "qwen2")},
+    "BEFT": {kind: ("v_proj",) for kind in ("llama", "mistral", "qwen2")},
     "IA3": {
         "llama": ("k_proj", "v_proj", "down_proj"),
         "mistral": ("k_proj", "v_proj", "down_proj"),
