@@ -1,7 +1,8 @@
 """PEFT checkpoints as adapters, and back; a registry of methods that users can add to."""
 
 # The imports of the method modules enter them in the registry.
-from scute_jax.peft import dora, ia3, lora, oft, ssf, vera  # noqa: F401
+from scute_jax.peft import dora, ia3, lora, oft, ssf, vera  # noqa: F401, I001
+from scute_jax.peft import beft, boft, fourierft, pvera, randlora  # noqa: F401
 from scute_jax.peft.load import load_peft
 from scute_jax.peft.registry import Method, methods, register
 from scute_jax.peft.save import save_peft

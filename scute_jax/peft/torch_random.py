@@ -8,7 +8,9 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+SMALL_PERMUTATION = (2**32 - 1) // 20  # from here on, torch.randperm follows another rule
 
 
 class TorchGenerator:
@@ -39,3 +41,20 @@ class TorchGenerator:
         """Uniform in +-sqrt(6 / columns): _kaiming_init of peft/tuners/vera/model.py."""
         bound = math.sqrt(3.0) * (math.sqrt(2) / math.sqrt(shape[1]))
         return self.uniform(shape, -bound, bound)
+
+    def permutation(self, n: int, count: int) -> Int[np.ndarray, "count"]:
+        """torch.randperm(n, generator=self)[:count], for n < SMALL_PERMUTATION.
+
+        Fisher and Yates from the front: place i is exchanged with place i + draw % (n - i), so the
+        first places are final after as many draws. Source: randperm_cpu of TensorFactories.cpp.
+        """
+        draws = self._bits.random_raw(min(count, n - 1)).astype(np.int64)
+        order: dict[int, int] = {}  # what is not at its own place
+        taken = []
+        for i, draw in enumerate(draws.tolist()):
+            z = i + draw % (n - i)
+            taken.append(order.get(z, z))
+            order[z] = order.pop(i, i)
+        if count == n:  # the last one is left over
+            taken.append(order.get(n - 1, n - 1))
+        return np.array(taken, np.int64)

@@ -28,34 +28,43 @@ _MATRICES: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
 @register("VERA", live="de", inert=INERT)
 def vera(site: Site) -> NormalForm:
     """x W + (((x A) * d) B) * e"""
+    return shared_term(site, "vera")
+
+
+def shared_term(site: Site, prefix: str, stored: int = 1) -> NormalForm:
+    """The form of a method whose tensors are called <prefix>_A, _B, _lambda_d and _lambda_b.
+
+    <prefix>_A and _lambda_d hold `stored` times r entries, of which the first r are used.
+    """
     r = site.option("r", kind=int, required=True)
     if r < 1:
         site.refuse_field("r", "needed at least 1")
-    d, e = site.tensor("vera_lambda_d", (r,)), site.tensor("vera_lambda_b", (site.d_out,))
-    if site.shape("vera_lambda_d") is None:
+    d = site.tensor(f"{prefix}_lambda_d", (stored * r,))[:r]
+    e = site.tensor(f"{prefix}_lambda_b", (site.d_out,))
+    if site.shape(f"{prefix}_lambda_d") is None:
         return NormalForm()  # it is missing, and nothing says that r is a size to draw
-    A, B, key = site.once("vera pair", lambda: _pair(site, r))
+    A, B, key = site.once("shared pair", lambda: _pair(site, prefix, r, stored))
     return NormalForm(terms=(Term(A[: site.d_in], B[: site.d_out].T, d=d, e=e, pair=key),))
 
 
 def _pair(
-    site: Site, r: int
+    site: Site, prefix: str, r: int, stored: int
 ) -> tuple[Float[np.ndarray, "D_in r"], Float[np.ndarray, "D_out r"], str]:
-    """vera_A transposed, vera_B and the key that they go by.
+    """The first r rows of <prefix>_A transposed, <prefix>_B and the key that they go by.
 
     The key is a digest of both whole matrices: equal keys mean equal arrays at every width that is
     cut from them.
     """
     seed = site.option("projection_prng_key", kind=int)
     saved = site.option("save_projection", True, kind=bool)
+    names = f"{prefix}_A", f"{prefix}_B"
     d_ins = {p.d_in for p in site.targets}
     d_outs = {p.d_out for p in site.targets}
-    shapes = (r, max(d_ins)), (max(d_outs), r)
-    A = site.shared("vera_A", shapes[0], optional=not saved)
-    B = site.shared("vera_B", shapes[1], optional=not saved)
+    shapes = (stored * r, max(d_ins)), (max(d_outs), r)
+    A, B = (site.shared(*named, optional=not saved) for named in zip(names, shapes, strict=True))
     if not saved:
-        drawn = _drawn(site, seed, *shapes)
-        for name, array, expected in zip(("vera_A", "vera_B"), (A, B), drawn, strict=True):
+        drawn = _drawn(site, names, seed, *shapes)
+        for name, array, expected in zip(names, (A, B), drawn, strict=True):
             if array is not None and not np.array_equal(array, expected):
                 site.refuse_field(
                     "save_projection",
@@ -63,20 +72,29 @@ def _pair(
                     "another one; set save_projection to true, or take it out of the file",
                 )
         A, B = drawn
-    A, B = _held(np.ascontiguousarray(A.T)), _held(B)
+    A, B = held(np.ascontiguousarray(A[:r].T)), held(B)
     return A, B, f"vera:{content_version([A, B])}"
 
 
-def _drawn(site: Site, seed: int | None, shape_A: tuple, shape_B: tuple) -> tuple:
+def _drawn(
+    site: Site, names: tuple[str, str], seed: int | None, shape_A: tuple, shape_B: tuple
+) -> tuple:
     if seed is None:
-        site.refuse_field("projection_prng_key", "vera_A and vera_B are drawn from it; state it")
-    if not -(2**63) <= seed < 2**64:
-        site.refuse_field("projection_prng_key", "torch takes no seed of more than 64 bits")
-    generator = TorchGenerator(seed)
+        site.refuse_field(
+            "projection_prng_key", f"{' and '.join(names)} are drawn from it; state it"
+        )
+    generator = TorchGenerator(checked_seed(site, "projection_prng_key", seed))
     return generator.kaiming_uniform(shape_A), generator.kaiming_uniform(shape_B)
 
 
-def _held(matrix: np.ndarray) -> np.ndarray:
+def checked_seed(site: Site, field: str, seed: int) -> int:
+    """The seed. Raises: AdapterError naming the field if torch would not take it."""
+    if not -(2**63) <= seed < 2**64:
+        site.refuse_field(field, "torch takes no seed of more than 64 bits")
+    return seed
+
+
+def held(matrix: np.ndarray) -> np.ndarray:
     """The array of this content that is in use already, or this one from now on."""
     owner = matrix if matrix.base is None else matrix.copy()  # what views of it keep alive
     return _MATRICES.setdefault(content_version([owner]), owner)
