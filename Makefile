@@ -20,22 +20,7 @@ lint: $(VENV)/lint.ok
 	$(BIN)/ruff format --check .
 
 # The checker does not know that the top-level folders are installed inside scute_jax: a copy shows it.
-typecheck: $(VENV)/test.ok $(VENV)/lint.ok
-	rm -rf build/types && mkdir -p build/types
-	cp -r scute_jax build/types && cp -r kernels models serving build/types/scute_jax
-	$(BIN)/pyright --pythonpath $(BIN)/python
-
-check: $(VENV)/test.ok $(VENV)/lint.ok
-	rm -rf build/types && mkdir -p build/types/scute_jax
-	ln -s $(CURDIR)/scute_jax/* $(addprefix $(CURDIR)/,kernels models serving) build/types/scute_jax
-	$(BIN)/pyright --pythonpath $(BIN)/python
-
-check: $(VENV)/test.ok $(VENV)/lint.ok
-	rm -rf build/types && mkdir build/types && ln -s ../scute_jax build/types/scute_jax_core
-	$(BIN)/python benchmarks/typecheck_tree.py build/types
-	$(BIN)/pyright --pythonpath $(BIN)/python
-
-check: lint typecheck test
+typecheck: lint typecheck test
 
 clean:
 	rm -rf $(VENV) build/types build *.egg-info .cache

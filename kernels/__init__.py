@@ -3,9 +3,17 @@
 from scute_jax.kernels.block_rotate import block_rotate, scale_input
 from scute_jax.kernels.dispatch import Implementation
 from scute_jax.kernels.paged_attention import paged_attention
-from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors
+from scute_jax.kernels.pools import (
+    LowRank,
+    Rotation,
+    Shared,
+    SparseEntries,
+    TokenTable,
+    Vectors,
+)
 from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
+from scute_jax.kernels.sparse_update import sparse_update
 from scute_jax.kernels.tiles import Tiles, make_tiles
 
 __all__ = [
@@ -13,7 +21,9 @@ __all__ = [
     "LowRank",
     "Rotation",
     "Shared",
+    "SparseEntries",
     "Tiles",
+    "TokenTable",
     "Vectors",
     "block_rotate",
     "make_tiles",
@@ -21,4 +31,5 @@ __all__ = [
     "scale_input",
     "segmented_update",
     "shared_factors",
+    "sparse_update",
 ]

@@ -36,22 +36,51 @@ class Vectors:
 
 @struct.dataclass
 class Rotation:
-    """R - I in blocks of m for each adapter that rotates its input in blocks of that size."""
+    """Block-diagonal matrices minus I, in blocks of m, for adapters that rotate in such blocks.
 
-    values: Float[Array, "n d_in/m m m"]
+    With an `order`, the blocks act on the coordinates in that order (a permutation of 0 .. d-1).
+    """
+
+    values: Float[Array, "n d/m m m"]
     row: Int[Array, "K"]
+    order: Int[Array, "d"] | None = None
+    kind: str = struct.field(pytree_node=False, default="")  # which pass this is, for the caller
 
 
 @struct.dataclass
 class Shared:
     """Terms on factors that several adapters share, with the adapter's own vectors.
 
-    Adapter k adds ((x A) * d[row]) B * e[row] for each j with row = row[k, j] >= 0, where A, B are
-    the factors of pair[k, j] in `pairs`. d is zero from the rank of its pair on.
+    Adapter k adds ((((x * u[row]) A) * d[row]) B) * e[row] for each j with row = row[k, j] >= 0,
+    where A, B are the factors of pair[k, j] in `pairs`. d is zero from the rank of its pair on; u
+    is stored minus 1, and None where no adapter has one.
     """
 
     pairs: LowRank
     d: Float[Array, "n r"]
     e: Float[Array, "n d_out"]
+    u: Float[Array, "n d_in"] | None
     row: Int[Array, "K j"]
     pair: Int[Array, "K j"]
+
+
+@struct.dataclass
+class SparseEntries:
+    """Sparse matrices: entry z of adapter k adds x[rows] * values to column cols.
+
+    Places that an adapter does not fill have cols == d_out.
+    """
+
+    rows: Int[Array, "n z"]
+    cols: Int[Array, "n z"]
+    values: Float[Array, "n z"]
+    row: Int[Array, "K"]
+
+
+@struct.dataclass
+class TokenTable:
+    """Tokens whose rows an adapter replaces, ids[row[k]]; places not filled hold -1."""
+
+    ids: Int[Array, "n k"]
+    rows: Float[Array, "n k d"]
+    row: Int[Array, "K"]

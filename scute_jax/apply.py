@@ -12,6 +12,7 @@ from scute_jax.kernels import (
     scale_input,
     segmented_update,
     shared_factors,
+    sparse_update,
 )
 from scute_jax.kernels.precision import precision
 from scute_jax.normal_form import NormalForm
@@ -85,7 +86,7 @@ def apply_fused(
     slots, how = [site.slots for site in params], implementation
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     h = segmented_update(
-        tuple(_base(site, _transform(x, site.slots, seg, how), dtype) for site in params),
+        tuple(_turned_base(site, x, seg, dtype, how) for site in params),
         x,
         tuple(s.factors for s in slots),
         tuple(s.scale for s in slots),
@@ -93,22 +94,34 @@ def apply_fused(
         seg.tiles,
         implementation=how,
     )
-    y = tuple(
-        h_i if s.shared is None else shared_factors(h_i, x, s.shared, seg.slot, implementation=how)
-        for h_i, s in zip(h, slots, strict=True)
-    )
+    y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
     return tuple(seg.unsort(y_i) for y_i in y)
 
 
-def _transform(
-    x: Float[Array, "t d_in"], slots: SiteSlots, seg: Segments, how: Implementation | None
-) -> Float[Array, "t d_in"]:
-    """x R of each row's adapter, which has one R: at most one of these passes changes a row."""
+def _turned_base(
+    site: SiteParams, x: Array, seg: Segments, dtype: jnp.dtype, how: Implementation | None
+) -> Float[Array, "t d_out"]:
+    """base(x P R) Q of each row's adapter: a stage of rotations changes a row in one pool only."""
+    slots = site.slots
     for rotation in slots.rotations:
         x = block_rotate(x, rotation, seg.tiles, seg.slot, implementation=how)
     if slots.input_scale is not None:
         x = scale_input(x, slots.input_scale, seg.tiles, seg.slot, implementation=how)
-    return x
+    h = _base(site, x, dtype)
+    for rotation in slots.output_rotations:
+        h = block_rotate(h, rotation, seg.tiles, seg.slot, implementation=how)
+    return h
+
+
+def _extend(
+    h: Array, x: Array, slots: SiteSlots, seg: Segments, how: Implementation | None
+) -> Float[Array, "t d_out"]:
+    """What is added behind s and b besides the factors that adapters own."""
+    if slots.shared is not None:
+        h = shared_factors(h, x, slots.shared, seg.slot, implementation=how)
+    if slots.sparse is not None:
+        h = sparse_update(h, x, slots.sparse, seg.tiles)
+    return h
 
 
 def _base(

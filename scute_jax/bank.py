@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from scute_jax.bank_arrays import Key, empty_arrays, entry_values, site_slots
-from scute_jax.capacity import BankCapacity, pair_ranks, site_use
+from scute_jax.bank_arrays import TABLES, Key, all_slots, empty_arrays
+from scute_jax.capacity import BankCapacity, form_use, pair_ranks
+from scute_jax.entries import entries, kinds, size_of
 from scute_jax.errors import AdapterError
 from scute_jax.normal_form import Adapter, NormalForm
-from scute_jax.slots import SiteSlots, check_form
+from scute_jax.slots import SiteSlots, check_form, filled
 
 # A write is one entry of an array: (index, value).
 Writes = dict[Key, list[tuple[int, np.ndarray | np.int32]]]
@@ -52,9 +53,12 @@ class AdapterBank:
     ):
         """An empty bank. `widths` gives (d_in, d_out) of the sites named in the capacity."""
         self.capacity, self.dtype = capacity, jnp.dtype(dtype)
-        self._widths = {site: widths[site] for site in capacity.sites}
+        self._widths = {site: widths[site] for site in capacity.entries}
         self._arrays = dict(empty_arrays(self._widths, capacity, self.dtype))
-        self._free = {site: _all_entries(use) for site, use in capacity.sites.items()}
+        self._free = {
+            site: {kind: list(range(count)) for kind, count in counts.items()}
+            for site, counts in capacity.entries.items()
+        }
         self._residents: list[Resident | None] = [None] * capacity.adapters
         self._pairs: list[str | None] = [None] * capacity.pairs
         self._pair_sides: list[set[Key]] = [set() for _ in self._pairs]
@@ -62,7 +66,7 @@ class AdapterBank:
     @property
     def slots(self) -> dict[str, SiteSlots]:
         """The pools and tables of every site, as compiled steps take them."""
-        return {site: site_slots(self._arrays, site, self._widths[site]) for site in self._widths}
+        return all_slots(self._arrays, self._widths)
 
     @property
     def free(self) -> list[int]:
@@ -76,6 +80,7 @@ class AdapterBank:
         """
         if not self.free or slot not in (None, *self.free):
             raise BankFull(f"of {self.capacity.adapters} slots, only {self.free} are free.")
+        adapter = _effective(adapter)
         self._check(adapter, None)
         slot = self.free[0] if slot is None else slot
         self._write(slot, adapter)
@@ -83,6 +88,7 @@ class AdapterBank:
 
     def replace(self, slot: int, adapter: Adapter) -> None:
         """Puts another adapter into a taken slot. Raises as `insert`; then the old one stays."""
+        adapter = _effective(adapter)
         self._check(adapter, self._resident(slot))
         self._release(slot)
         self._write(slot, adapter)
@@ -105,19 +111,29 @@ class AdapterBank:
             if site not in self._widths:
                 raise AdapterError(f"{site}: the bank has no room at this site; grow the bank.")
             check_form(form, *self._widths[site], site)
-            use, total = site_use(form, self.capacity.page), self.capacity.sites[site]
-            most = (self.capacity.width[site], self.capacity.terms)
-            if not use.fits(total) or use.pages > most[0] or use.shared_terms > most[1]:
-                raise AdapterError(
-                    f"{site}: the adapter takes {use}, but the bank was made for {total} in all, "
-                    f"and for {most[0]} pages and {most[1]} shared terms of one adapter; grow it."
-                )
-            back = {} if leaving is None else leaving.entries.get(site, {})
-            for kind, count in use.entries().items():
-                free = len(self._free[site][kind]) + len(back.get(kind, ()))
-                if count > free:
-                    raise BankFull(f"{site}: {count} entries of {kind} needed, {free} free.")
+            self._check_room(site, form, leaving)
         self._check_pairs(pair_ranks(adapter), leaving)
+
+    def _check_room(self, site: str, form: NormalForm, leaving: Resident | None) -> None:
+        have, largest = self.capacity.entries[site], self.capacity.sizes[site]
+        back = {} if leaving is None else leaving.entries.get(site, {})
+        found, page = entries(form), self.capacity.page
+        for kind, count in form_use(form, page).items():
+            size = size_of(kind, found[kind], page)
+            needs_input = any("u" in entry for entry in found[kind])
+            if (
+                count > have.get(kind, 0)
+                or size > largest[kind]
+                or (needs_input and site not in self.capacity.inputs)
+            ):
+                raise AdapterError(
+                    f"{site}: the adapter takes {count} entries of {kind} of size {size}, but the "
+                    f"bank was made for {have.get(kind, 0)} of size {largest.get(kind, 0)}; "
+                    "grow the bank."
+                )
+            free = len(self._free[site][kind]) + len(back.get(kind, ()))
+            if count > free:
+                raise BankFull(f"{site}: {count} entries of {kind} needed, {free} free.")
 
     def _check_pairs(self, ranks: Mapping[str, int], leaving: Resident | None) -> None:
         most = self.capacity.pair_pages * self.capacity.page
@@ -135,24 +151,22 @@ class AdapterBank:
         return {key for resident in staying for key in resident.pairs}
 
     def _release(self, slot: int) -> None:
-        for site, kinds in self._resident(slot).entries.items():
-            for kind, entries in kinds.items():
-                self._free[site][kind].extend(entries)
+        for site, own in self._resident(slot).entries.items():
+            for kind, places in own.items():
+                self._free[site][kind].extend(places)
         self._residents[slot] = None
         used = self._used_pairs()
         self._pairs = [key if key in used else None for key in self._pairs]
 
     def _write(self, slot: int, adapter: Adapter) -> None:
-        entries = {}
+        held = {}
         for site, form in adapter.sites.items():
-            counts, free = site_use(form, self.capacity.page).entries(), self._free[site]
-            entries[site] = {
-                kind: tuple(free[kind].pop() for _ in range(n)) for kind, n in counts.items()
-            }
-        self._residents[slot] = Resident(entries, frozenset(pair_ranks(adapter)))
+            free, counts = self._free[site], form_use(form, self.capacity.page)
+            held[site] = {k: tuple(free[k].pop() for _ in range(n)) for k, n in counts.items()}
+        self._residents[slot] = Resident(held, frozenset(pair_ranks(adapter)))
         self._put_pairs(adapter)
-        self._put(self._entry_writes(adapter, entries))
-        self._put(self._table_writes(slot, adapter.sites, entries))
+        self._put(self._entry_writes(adapter, held))
+        self._put(self._table_writes(slot, adapter.sites, held))
 
     def _put_pairs(self, adapter: Adapter) -> None:
         """Brings what is missing of the adapter's pairs: A for each d_in, B for each d_out."""
@@ -160,61 +174,66 @@ class AdapterBank:
             if key not in self._pairs:
                 p = self._pairs.index(None)
                 self._pairs[p], self._pair_sides[p] = key, set()
-                self._put({(0, "pair_rank"): [(p, np.int32(rank))]})
+                self._put({(0, "pair/rank"): [(p, np.int32(rank))]})
             p = self._pairs.index(key)
             first, sides = p * self.capacity.pair_pages, self._pair_sides[p]
             writes: Writes = {}
             for site, form in adapter.sites.items():
                 d_in, d_out = self._widths[site]
                 for term in (term for term in form.terms if term.pair == key):
-                    for side, rows in ((d_in, "pair_A"), term.A.T), ((d_out, "pair_B"), term.B):
+                    for side, rows in ((d_in, "pair/A"), term.A.T), ((d_out, "pair/B"), term.B):
                         if side not in sides:
                             sides.add(side)
                             writes[side] = list(enumerate(self._paged(np.asarray(rows)), first))
             self._put(writes)
 
-    def _entry_writes(self, adapter: Adapter, entries: Mapping) -> Writes:
+    def _entry_writes(self, adapter: Adapter, held: Mapping) -> Writes:
+        """The numbers of an adapter at the entries that it holds."""
         writes: Writes = defaultdict(list)
         for site, form in adapter.sites.items():
-            for kind, values in entry_values(form, self._widths[site][1]).items():
-                if kind == "pages":
-                    for side, rows in zip("AB", values, strict=True):
-                        pages = self._paged(rows)
-                        writes[site, side] = list(zip(entries[site][kind], pages, strict=True))
-                elif kind == "shared":
-                    width = self.capacity.pair_pages * self.capacity.page
-                    for place, (d, e) in zip(entries[site][kind], values, strict=True):
-                        d = np.pad(d, (0, width - len(d)))
-                        writes[site, "d"].append((place, d.astype(self.dtype)))
-                        writes[site, "e"].append((place, e.astype(self.dtype)))
-                else:
-                    writes[site, kind] = [(entries[site][kind][0], values.astype(self.dtype))]
+            d_out = self._widths[site][1]
+            for kind, own in entries(form).items():
+                places, size = held[site][kind], self.capacity.sizes[site][kind]
+                if kind == "factors":
+                    for part, rows in own[0].items():
+                        pages = self._paged(np.asarray(rows))
+                        writes[site, f"{kind}/{part}"] = list(zip(places, pages, strict=True))
+                    continue
+                for place, entry in zip(places, own, strict=True):
+                    ragged = kind in ("sparse", "tokens")
+                    for part, array in (filled(entry, size, d_out) if ragged else entry).items():
+                        key = (site, f"{kind}/{part}")
+                        writes[key].append((place, self._fitting(key, np.asarray(array))))
+                    if kind == "shared" and "u" not in entry and site in self.capacity.inputs:
+                        zero = np.zeros(self._widths[site][0], self.dtype)
+                        writes[site, "shared/u"].append((place, zero))
         return writes
 
-    def _table_writes(self, slot: int, sites: Mapping[str, NormalForm], entries: Mapping) -> Writes:
+    def _fitting(self, key: Key, array: np.ndarray) -> np.ndarray:
+        """An entry in the dtype of its pool, filled up with zeros where the pool is longer."""
+        pool = self._arrays[key]
+        missing = [(0, have - got) for have, got in zip(pool.shape[1:], array.shape, strict=True)]
+        return np.pad(array, missing).astype(pool.dtype)
+
+    def _table_writes(self, slot: int, sites: Mapping[str, NormalForm], held: Mapping) -> Writes:
         """Row `slot` of every table of every site; what the adapter does not have reads 'none'."""
         writes: Writes = {}
-        for site in self._widths:
-            held, form = entries.get(site, {}), sites.get(site, NormalForm())
-            for key in (key for key in self._arrays if key[0] == site):
-                row = self._table_row(key[1], self._arrays[key].shape[1:], held, form)
-                if row is not None:
-                    writes[key] = [(slot, row)]
+        for key, array in self._arrays.items():
+            site, (kind, _, part) = key[0], key[1].rpartition("/")
+            if site in self._widths and part in TABLES:
+                places, form = held.get(site, {}).get(kind, ()), sites.get(site, NormalForm())
+                writes[key] = [(slot, self._table_row(kind, part, array.shape[1:], places, form))]
         return writes
 
-    def _table_row(self, kind: str, shape: tuple, held: Mapping, form: NormalForm):
-        if kind == "rank":
+    def _table_row(self, kind: str, part: str, shape: tuple, places: tuple, form: NormalForm):
+        if part == "rank":
             return np.int32(form.rank)
-        if kind == "table":
-            return _filled(shape, 0, held.get("pages", ()))
-        if kind == "shared_row":
-            return _filled(shape, -1, held.get("shared", ()))
-        if kind == "shared_pair":
+        if part == "table":
+            return _filled_row(shape, 0, places)
+        if part == "pair":
             pairs = [self._pairs.index(term.pair) for term in form.terms if term.pair is not None]
-            return _filled(shape, 0, pairs)
-        if kind.endswith("_row"):
-            return np.int32(next(iter(held.get(kind.removesuffix("_row"), ())), -1))
-        return None
+            return _filled_row(shape, 0, pairs)
+        return _filled_row(shape, -1, places) if shape else np.int32(next(iter(places), -1))
 
     def _paged(self, rows: np.ndarray) -> np.ndarray:
         page = self.capacity.page
@@ -223,10 +242,10 @@ class AdapterBank:
 
     def _put(self, writes: Writes) -> None:
         """Carries out the writes, all arrays of one kind in one call, entry by entry."""
-        kinds = defaultdict(list)
+        named = defaultdict(list)
         for key in writes:
-            kinds[key[1]].append(key)
-        for kind in kinds:
+            named[key[1]].append(key)
+        for kind in named:
             keys = [key for key in self._arrays if key[1] == kind]
             rounds = max(len(writes.get(key, ())) for key in keys)
             for i in range(rounds):
@@ -241,6 +260,12 @@ class AdapterBank:
                 ]
                 written = _put_entries(arrays, np.asarray(index, np.int32), values)
                 self._arrays.update(zip(keys, written, strict=True))
+
+
+def _effective(adapter: Adapter) -> Adapter:
+    """The adapter without the sites at which it does nothing: those need no room."""
+    sites = {site: form for site, form in adapter.sites.items() if kinds(form)}
+    return adapter.replace(sites=sites)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -261,11 +286,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return _ZEROS[key]
 
 
-def _filled(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
+def _filled_row(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
     row = np.full(shape, rest, np.int32)
     row[: len(values)] = values
     return row
-
-
-def _all_entries(use) -> dict[str, list[int]]:
-    return {kind: list(range(count)) for kind, count in use.entries().items()}

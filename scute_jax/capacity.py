@@ -1,47 +1,15 @@
-"""How much room adapters take in a bank, counted in entries of each pool of each site."""
+"""How much room adapters take in a bank, counted in entries of each kind at each site."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from scute_jax.entries import entries, size_of, turns
 from scute_jax.normal_form import Adapter, NormalForm
 from scute_jax.slots import PAGE
 
-
-@dataclass(frozen=True)
-class SiteUse:
-    """What one adapter takes, or what a bank has, at one site."""
-
-    pages: int = 0  # pages of owned ranks
-    scales: int = 0
-    shifts: int = 0
-    input_scales: int = 0
-    rotations: Mapping[int, int] = field(default_factory=dict)  # block size -> entries
-    shared_terms: int = 0
-
-    def entries(self) -> dict[str, int]:
-        """The counts that are not zero, by the kind of entry."""
-        counts = {
-            "pages": self.pages,
-            "scale": self.scales,
-            "shift": self.shifts,
-            "input": self.input_scales,
-            "shared": self.shared_terms,
-        }
-        counts |= {f"rotation{m}": count for m, count in self.rotations.items()}
-        return {kind: count for kind, count in counts.items() if count}
-
-    def union(self, other: "SiteUse") -> "SiteUse":
-        """Room for either."""
-        blocks = sorted({*self.rotations, *other.rotations})
-        most = {m: max(self.rotations.get(m, 0), other.rotations.get(m, 0)) for m in blocks}
-        counts = ("pages", "scales", "shifts", "input_scales", "shared_terms")
-        larger = {name: max(getattr(self, name), getattr(other, name)) for name in counts}
-        return SiteUse(rotations=most, **larger)
-
-    def fits(self, room: "SiteUse") -> bool:
-        """Whether what this counts is there in `room`."""
-        have = room.entries()
-        return all(count <= have.get(kind, 0) for kind, count in self.entries().items())
+Counts = Mapping[str, int]  # kind -> how many (of factors: pages)
 
 
 @dataclass(frozen=True)
@@ -49,12 +17,13 @@ class BankCapacity:
     """The fixed sizes of a bank. Compiled steps depend on them and on nothing else of a bank."""
 
     adapters: int  # K
-    sites: Mapping[str, SiteUse]
-    width: Mapping[str, int]  # pages that one adapter may have, by site
-    terms: int = 0  # shared terms that one adapter may have at one site
+    entries: Mapping[str, Counts]  # site -> kind -> entries of all adapters together
+    sizes: Mapping[str, Counts]  # site -> kind -> the largest of one adapter (entries.size_of)
+    inputs: frozenset[str] = frozenset()  # sites where a shared term has a vector u
     pairs: int = 0  # shared pairs resident at a time
     pair_pages: int = 0  # pages of one pair
     page: int = PAGE  # ranks in a page
+    orders: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)  # of rotations
 
     def covers(self, other: "BankCapacity") -> bool:
         """Whether whatever fits into `other` fits into this, as far as room goes."""
@@ -62,33 +31,23 @@ class BankCapacity:
 
     def union(self, other: "BankCapacity") -> "BankCapacity":
         """The least capacity that covers both."""
-        names = dict.fromkeys([*self.sites, *other.sites])
-        nothing = SiteUse()
         return BankCapacity(
             adapters=max(self.adapters, other.adapters),
-            sites={
-                name: self.sites.get(name, nothing).union(other.sites.get(name, nothing))
-                for name in names
-            },
-            width={name: max(self.width.get(name, 0), other.width.get(name, 0)) for name in names},
-            terms=max(self.terms, other.terms),
+            entries=_larger(self.entries, other.entries),
+            sizes=_larger(self.sizes, other.sizes),
+            inputs=self.inputs | other.inputs,
             pairs=max(self.pairs, other.pairs),
             pair_pages=max(self.pair_pages, other.pair_pages),
             page=self.page,
+            orders={**self.orders, **other.orders},
         )
 
 
-def site_use(form: NormalForm, page: int = PAGE) -> SiteUse:
-    """What a folded form takes."""
-    m = None if form.R is None else form.R.shape[-1]
-    return SiteUse(
-        pages=-(-form.rank // page),
-        scales=int(form.s is not None),
-        shifts=int(form.b is not None),
-        input_scales=int(m == 1),
-        rotations={} if m in (None, 1) else {m: 1},
-        shared_terms=sum(term.pair is not None for term in form.terms),
-    )
+def form_use(form: NormalForm, page: int = PAGE) -> dict[str, int]:
+    """What a folded form takes of each kind."""
+    found = entries(form)
+    pages = {"factors": size_of("factors", found["factors"], page)} if "factors" in found else {}
+    return {kind: len(own) for kind, own in found.items()} | pages
 
 
 def pair_ranks(adapter: Adapter) -> dict[str, int]:
@@ -100,36 +59,45 @@ def pair_ranks(adapter: Adapter) -> dict[str, int]:
 def capacity_for(adapters: Iterable[Adapter], residents: int, page: int = PAGE) -> BankCapacity:
     """The least capacity in which any `residents` of these folded adapters fit together."""
     adapters = list(adapters)
-    names = list(dict.fromkeys(site for adapter in adapters for site in adapter.sites))
-    sites, width = {}, {}
-    for name in names:
-        uses = [site_use(a.sites[name], page) for a in adapters if name in a.sites]
-        blocks = sorted({m for use in uses for m in use.rotations})
-        sites[name] = SiteUse(
-            pages=_largest(residents, (use.pages for use in uses)),
-            scales=_largest(residents, (use.scales for use in uses)),
-            shifts=_largest(residents, (use.shifts for use in uses)),
-            input_scales=_largest(residents, (use.input_scales for use in uses)),
-            rotations={
-                m: _largest(residents, (u.rotations.get(m, 0) for u in uses)) for m in blocks
-            },
-            shared_terms=_largest(residents, (use.shared_terms for use in uses)),
-        )
-        width[name] = max(use.pages for use in uses)
+    uses: dict[str, dict[str, list[int]]] = {}
+    sizes: dict[str, dict[str, int]] = {}
+    inputs, orders = set(), {}
+    for adapter in adapters:
+        for site, form in adapter.sites.items():
+            found, largest = entries(form), sizes.setdefault(site, {})
+            for kind, count in form_use(form, page).items():
+                uses.setdefault(site, {}).setdefault(kind, []).append(count)
+                size = size_of(kind, found[kind], page)
+                largest[kind] = max(largest.get(kind, 0), size)
+            inputs |= {site} if any("u" in entry for entry in found.get("shared", ())) else set()
+            orders |= {b.key: b.order for _, b in turns(form) if b.key is not None}
     shared = [pair_ranks(adapter) for adapter in adapters]
     ranks = {key: rank for pairs in shared for key, rank in pairs.items()}
-    forms = [form for adapter in adapters for form in adapter.sites.values()]
     return BankCapacity(
         adapters=residents,
-        sites=sites,
-        width=width,
-        terms=max((site_use(form, page).shared_terms for form in forms), default=0),
+        entries={
+            site: {kind: _largest(residents, counts) for kind, counts in kinds.items()}
+            for site, kinds in uses.items()
+        },
+        sizes=sizes,
+        inputs=frozenset(inputs),
         pairs=min(len(ranks), _largest(residents, (len(pairs) for pairs in shared))),
         pair_pages=max((-(-rank // page) for rank in ranks.values()), default=0),
         page=page,
+        orders=orders,
     )
 
 
 def _largest(count: int, values: Iterable[int]) -> int:
     """The sum of the `count` largest values."""
     return sum(sorted(values, reverse=True)[:count])
+
+
+def _larger(left: Mapping[str, Counts], right: Mapping[str, Counts]) -> dict[str, dict[str, int]]:
+    return {
+        site: {
+            kind: max(left.get(site, {}).get(kind, 0), right.get(site, {}).get(kind, 0))
+            for kind in {**left.get(site, {}), **right.get(site, {})}
+        }
+        for site in {**left, **right}
+    }

@@ -1,8 +1,8 @@
 """The fold rule: multiply a slot into a tensor that the adapter owns, once, instead of per token.
 
-A slot folds if and only if the adapter owns a tensor next to it in the product: c and d stand next
-to A, e next to B. s, b and R stand next to the frozen W only and never fold; d and e on a shared
-pair stay live, and its c moves into d.
+A slot folds if and only if the adapter owns a tensor next to it in the product: c, d and u stand
+next to A, e next to B. s, b, R and the blocks stand next to the frozen W only and never fold; d, e
+and u on a shared pair stay live, and its c moves into d.
 """
 
 from dataclasses import replace
@@ -14,10 +14,10 @@ from scute_jax.normal_form import NormalForm, Term
 
 
 def fold(nf: NormalForm) -> NormalForm:
-    """The same function of x with fewer live slots: c and d inside A, e inside B, c of a pair in d.
+    """The same function of x with fewer live slots: c, d, u inside A, e inside B, c of a pair in d.
 
     Dtypes: products are taken in float32 and rounded once to the dtype of A or B.
-    Every owned term of the result has c == 1.0 and d is None and e is None.
+    Every owned term of the result has c == 1.0 and neither d, e nor u.
     """
     return replace(nf, terms=tuple(map(_fold_term, nf.terms)))
 
@@ -32,13 +32,14 @@ def _fold_term(term: Term) -> Term:
         d = xp.ones((term.rank,), xp.float32) if term.d is None else term.d
         return replace(term, c=1.0, d=_product(d, term.c))
     A, B = term.A, term.B
-    if term.d is not None:
-        A = _product(A, term.d[None, :], term.c)
-    elif scaled:
-        A = _product(A, term.c)
+    columns = [] if term.d is None else [term.d[None, :]]
+    rows = [] if term.u is None else [term.u[:, None]]
+    factors = [*columns, *([term.c] if scaled else []), *rows]
+    if factors:
+        A = _product(A, *factors)
     if term.e is not None:
         B = _product(B, term.e[None, :])
-    return replace(term, A=A, B=B, c=1.0, d=None, e=None)
+    return replace(term, A=A, B=B, c=1.0, d=None, e=None, u=None)
 
 
 def _product(owned: Array, *slots: Array | float) -> Array:

@@ -6,7 +6,19 @@
 identity. A method that replaces the base bias or leaves it unscaled says so through `b`
 (`b = bias * (1 - s)` leaves it unscaled).
 
-Axes: d_in, d_out = input and output width of the site; r = rank; m = block size of R.
+Few methods need more than that. In full, with every extension live:
+
+    F(x) = (base(x P_1 .. P_p R) Q_1 .. Q_q) * s + b + x S
+           + sum_k c_k ((((x * u_k) A_k) * d_k) B_k * e_k)
+
+P and Q are block-diagonal up to a permutation (`Blocks`), S is sparse (`Sparse`), u scales the
+input of one term. An extension that an adapter does not use costs nothing.
+
+Besides projections, a site can be a norm ("layers.0.input_layernorm", "norm": y = base(x) * s, with
+base(x) the frozen norm) or the token embedding ("embed_tokens": x is the one-hot row of a token, so
+that A has a row for each token; `rows` replaces tokens altogether, there and at "lm_head").
+
+Axes: d_in, d_out = input and output width of the site; r = rank; m = block size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +26,12 @@ from types import MappingProxyType
 from typing import Any
 
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 @struct.dataclass
 class Term:
-    """One low-rank term c (((x A) * d) B * e).
+    """One low-rank term c ((((x * u) A) * d) B * e).
 
     Invariants: A and B have the same rank r; the adapter owns A and B unless `pair` names them.
     A shared pair belongs to all adapters whose terms carry the same `pair`: equal keys promise
@@ -31,6 +43,7 @@ class Term:
     c: Any = 1.0  # scalar
     d: Float[Array, "r"] | None = None
     e: Float[Array, "d_out"] | None = None
+    u: Float[Array, "d_in"] | None = None
     pair: str | None = struct.field(pytree_node=False, default=None)  # key of a shared pair
 
     @property
@@ -39,8 +52,42 @@ class Term:
 
 
 @struct.dataclass
+class Blocks:
+    """A block-diagonal matrix, after a permutation of the coordinates if there is an `order`.
+
+    y[order[j*m + q]] = sum_p x[order[j*m + p]] values[j, p, q]; without an order, order[i] = i.
+    Invariants: order is a permutation; `key` is None exactly if order is, and equal keys promise
+    equal orders.
+    """
+
+    values: Float[Array, "d/m m m"]
+    order: Int[Array, "d"] | None = None
+    key: str | None = struct.field(pytree_node=False, default=None)
+
+
+@struct.dataclass
+class Sparse:
+    """A sparse matrix: entry values[i] at row rows[i] (of d_in) and column cols[i] (of d_out).
+
+    Entries at one place add up.
+    """
+
+    rows: Int[Array, "nnz"]
+    cols: Int[Array, "nnz"]
+    values: Float[Array, "nnz"]
+
+
+@struct.dataclass
+class TokenRows:
+    """Rows of the embedding (or of the head) that replace those of the base: token ids[i]."""
+
+    ids: Int[Array, "k"]
+    rows: Float[Array, "k d"]
+
+
+@struct.dataclass
 class NormalForm:
-    """The slots of one adapter at one site; None (or no term) is the identity.
+    """The slots of one adapter at one site; None (or no entry) is the identity.
 
     Invariants: R holds the d_in / m diagonal blocks of a matrix that x is multiplied with from the
     right: y[j*m + q] = sum_p x[j*m + p] R[j, p, q]. Blocks of size 1 are a vector that scales x.
@@ -50,6 +97,10 @@ class NormalForm:
     s: Float[Array, "d_out"] | None = None
     b: Float[Array, "d_out"] | None = None
     terms: tuple[Term, ...] = ()
+    P: tuple[Blocks, ...] = ()  # of the input, before R
+    Q: tuple[Blocks, ...] = ()  # of the output, before s
+    S: Sparse | None = None
+    rows: TokenRows | None = None
 
     @property
     def rank(self) -> int:
@@ -58,11 +109,19 @@ class NormalForm:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The names of the slots that are computed for every token, in the order R s b d e."""
-        named = {"R": self.R, "s": self.s, "b": self.b}
-        live = [name for name, slot in named.items() if slot is not None]
-        live += [n for n in ("d", "e") if any(getattr(t, n) is not None for t in self.terms)]
-        return tuple(live)
+        """The names of the slots that are computed for every token, in the order of `SLOTS`."""
+        named = {"P": self.P, "R": self.R, "Q": self.Q, "s": self.s, "b": self.b}
+        named |= {"S": self.S, "rows": self.rows}
+        live = {
+            name
+            for name, slot in named.items()
+            if not (slot is None or isinstance(slot, tuple) and not slot)
+        }
+        live |= {n for n in "ude" if any(getattr(t, n) is not None for t in self.terms)}
+        return tuple(name for name in SLOTS if name in live)
+
+
+SLOTS = ("P", "R", "Q", "s", "b", "u", "d", "e", "S", "rows")
 
 
 @struct.dataclass
@@ -98,18 +157,23 @@ class Adapter:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The slots that stay live at one site at least, in the order R s b d e."""
+        """The slots that stay live at one site at least, in the order of `SLOTS`."""
         live = {name for form in self.sites.values() for name in form.live}
-        return tuple(name for name in "Rsbde" if name in live)
+        return tuple(name for name in SLOTS if name in live)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays this adapter owns (shared pairs not counted)."""
-        total = 0
-        for form in self.sites.values():
-            slots = [form.R, form.s, form.b]
-            for term in form.terms:
-                slots += [term.d, term.e]
-                slots += [] if term.pair is not None else [term.A, term.B]
-            total += sum(slot.nbytes for slot in slots if slot is not None)
-        return total
+        """Bytes of the arrays this adapter owns (shared pairs and fixed orders not counted)."""
+        return sum(_owned_bytes(form) for form in self.sites.values())
+
+
+def _owned_bytes(form: NormalForm) -> int:
+    arrays = [form.R, form.s, form.b, *(blocks.values for blocks in (*form.P, *form.Q))]
+    if form.S is not None:
+        arrays += [form.S.rows, form.S.cols, form.S.values]
+    if form.rows is not None:
+        arrays += [form.rows.ids, form.rows.rows]
+    for term in form.terms:
+        arrays += [term.d, term.e, term.u]
+        arrays += [] if term.pair is not None else [term.A, term.B]
+    return sum(array.nbytes for array in arrays if array is not None)

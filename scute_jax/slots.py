@@ -1,17 +1,17 @@
 """The slots of all adapters at one site, packed into the pools that the kernels read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from scute_jax.entries import PADDING, Entry, entries, pass_of, turns
 from scute_jax.fold import fold
-from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
-from scute_jax.namespace import namespace
-from scute_jax.normal_form import NormalForm, Term
+from scute_jax.kernels import LowRank, Rotation, Shared, SparseEntries, TokenTable, Vectors
+from scute_jax.normal_form import NormalForm
 
 PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
 
@@ -20,16 +20,58 @@ PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
 class SiteSlots:
     """What K adapters do at one site; a part that no adapter uses is None and costs nothing.
 
-    Invariants: all tables have K rows; block sizes of `rotations` differ, and none is 1 (blocks
-    of size 1 are `input_scale`).
+    Invariants: all tables have K rows. Rotations stand in the order in which they act; an adapter
+    is in at most one pool of a stage.
     """
 
     factors: LowRank | None = None
     scale: Vectors | None = None  # s - 1
     shift: Vectors | None = None  # b
     input_scale: Vectors | None = None  # the vector of an R of 1x1 blocks, minus 1
-    rotations: tuple[Rotation, ...] = ()
+    rotations: tuple[Rotation, ...] = ()  # P and R, of the input
+    output_rotations: tuple[Rotation, ...] = ()  # Q
     shared: Shared | None = None
+    sparse: SparseEntries | None = None
+    tokens: TokenTable | None = None
+
+
+def assemble(parts: Mapping[str, Any]) -> SiteSlots:
+    """The pools of a site by their kinds (see entries.py) as the struct of them all."""
+    passes = sorted((pass_of(kind), kind) for kind in parts if pass_of(kind) is not None)
+    by_side = {
+        side: tuple(parts[kind] for place, kind in passes if place[0] == side)
+        for side in ("in", "out")
+    }
+    return SiteSlots(
+        factors=parts.get("factors"),
+        scale=parts.get("scale"),
+        shift=parts.get("shift"),
+        input_scale=parts.get("input"),
+        rotations=by_side["in"],
+        output_rotations=by_side["out"],
+        shared=parts.get("shared"),
+        sparse=parts.get("sparse"),
+        tokens=parts.get("tokens"),
+    )
+
+
+def narrow(slots: SiteSlots, kinds: frozenset[str]) -> SiteSlots:
+    """The slots with the parts of some kinds only."""
+
+    def keep(kind: str, part: Any) -> Any:
+        return part if kind in kinds else None
+
+    return SiteSlots(
+        factors=keep("factors", slots.factors),
+        scale=keep("scale", slots.scale),
+        shift=keep("shift", slots.shift),
+        input_scale=keep("input", slots.input_scale),
+        rotations=tuple(r for r in slots.rotations if r.kind in kinds),
+        output_rotations=tuple(r for r in slots.output_rotations if r.kind in kinds),
+        shared=keep("shared", slots.shared),
+        sparse=keep("sparse", slots.sparse),
+        tokens=keep("tokens", slots.tokens),
+    )
 
 
 def pack_site(
@@ -43,17 +85,27 @@ def pack_site(
     forms = [fold(form) for form in forms]
     for k, form in enumerate(forms):
         check_form(form, d_in, d_out, f"forms[{k}]")
-    scales = [None if f.s is None else f.s - 1 for f in forms]
-    inputs = [input_vector(f) for f in forms]
-    owned = [owned_factors(f) for f in forms]
-    return SiteSlots(
-        factors=_pack_factors(owned, dtype, page) if _any(owned) else None,
-        scale=_pack_vectors(scales, dtype),
-        shift=_pack_vectors([f.b for f in forms], dtype),
-        input_scale=_pack_vectors(inputs, dtype),
-        rotations=_pack_rotations(forms, dtype),
-        shared=_pack_shared(forms, d_out, dtype, page),
-    )
+    found = [entries(form) for form in forms]
+    parts: dict[str, Any] = {}
+    for kind in dict.fromkeys(kind for own in found for kind in own):
+        own = [of_form.get(kind, []) for of_form in found]
+        if kind == "factors":
+            parts[kind] = _factors(
+                [(o[0]["A"], o[0]["B"]) if o else None for o in own], dtype, page
+            )
+        elif kind == "shared":
+            parts[kind] = _shared(forms, own, dtype, page)
+        elif kind in ("sparse", "tokens"):
+            pool = SparseEntries if kind == "sparse" else TokenTable
+            parts[kind] = pool(**_ragged(own, d_out, dtype))
+        elif pass_of(kind) is None:
+            parts[kind] = Vectors(*_rows([o[0]["values"] if o else None for o in own], dtype))
+        else:
+            orders = {k: blocks.order for form in forms for k, blocks in turns(form)}
+            values = _rows([o[0]["values"] if o else None for o in own], dtype)
+            order = None if orders[kind] is None else jnp.asarray(orders[kind], jnp.int32)
+            parts[kind] = Rotation(*values, order=order, kind=kind)
+    return assemble(parts)
 
 
 def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
@@ -63,6 +115,11 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
     if form.R is not None:
         m = form.R.shape[-1]
         shapes["R"] = (form.R, (d_in // m, m, m))
+    for slot, width, all_blocks in (("P", d_in, form.P), ("Q", d_out, form.Q)):
+        for j, blocks in enumerate(all_blocks):
+            m = blocks.values.shape[-1]
+            shapes[f"{slot}[{j}].values"] = (blocks.values, (width // m, m, m))
+            shapes[f"{slot}[{j}].order"] = (blocks.order, (width,))
     for j, term in enumerate(form.terms):
         r = term.A.shape[-1]
         shapes |= {
@@ -70,6 +127,7 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
             f"terms[{j}].B": (term.B, (r, d_out)),
             f"terms[{j}].d": (term.d, (r,)),
             f"terms[{j}].e": (term.e, (d_out,)),
+            f"terms[{j}].u": (term.u, (d_in,)),
         }
     for slot, (array, expected) in shapes.items():
         if array is not None and tuple(array.shape) != expected:
@@ -80,38 +138,28 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
             )
 
 
-def owned_factors(
-    form: NormalForm,
-) -> tuple[Float[Array, "r d_in"], Float[Array, "r d_out"]] | None:
-    """The factors of a folded form, all owned terms side by side, one row per rank."""
-    owned = [term for term in form.terms if term.pair is None and term.rank > 0]
-    if not owned:
-        return None
-    xp = namespace(*(factor for term in owned for factor in (term.A, term.B)))
-    return xp.concatenate([t.A.T for t in owned]), xp.concatenate([t.B for t in owned])
+def paged(rows: Float[Array, "r d"], page: int, dtype: jnp.dtype) -> Float[Array, "p page d"]:
+    """The rows of a factor cut into pages; the last page is filled up with zeros."""
+    rows = jnp.asarray(rows).astype(dtype)
+    rows = jnp.pad(rows, ((0, -rows.shape[0] % page), (0, 0)))
+    return jnp.reshape(rows, (-1, page, rows.shape[1]))
 
 
-def input_vector(form: NormalForm) -> Float[Array, "d_in"] | None:
-    """The vector that scales the input, minus 1, if R has blocks of size 1."""
-    if form.R is None or form.R.shape[-1] != 1:
-        return None
-    return form.R[:, 0, 0] - 1
+def filled(entry: Entry, size: int, d_out: int) -> dict[str, Any]:
+    """The parts of a sparse or token entry, filled up to `size` with what names nothing."""
+    full = {}
+    for part, array in entry.items():
+        rest = d_out if PADDING[part] is None else PADDING[part]
+        if array.ndim == 2:  # rows of tokens: what fills up is never selected
+            rest = 0
+        pad = [(0, size - array.shape[0]), *[(0, 0)] * (array.ndim - 1)]
+        full[part] = (np if isinstance(array, np.ndarray) else jnp).pad(
+            array, pad, constant_values=rest
+        )
+    return full
 
 
-def rotation_offset(form: NormalForm) -> Float[Array, "d_in/m m m"] | None:
-    """R - I if R has blocks larger than 1."""
-    if form.R is None or form.R.shape[-1] == 1:
-        return None
-    return form.R - np.eye(form.R.shape[-1], dtype=form.R.dtype)[None]
-
-
-def shared_vectors(term: Term, d_out: int) -> tuple[Float[Any, "r"], Float[Any, "d_out"]]:
-    """d and e of a folded term on a shared pair, ones where the term has none."""
-    d = np.ones((term.rank,), np.float32) if term.d is None else term.d
-    return d, np.ones((d_out,), np.float32) if term.e is None else term.e
-
-
-def _pack_factors(owned: Sequence, dtype: jnp.dtype, page: int) -> LowRank:
+def _factors(owned: Sequence, dtype: jnp.dtype, page: int) -> LowRank:
     """Pages of each adapter's own ranks, one after the other; at least one has factors."""
     ranks = [0 if factors is None else factors[0].shape[0] for factors in owned]
     pages = [-(-rank // page) for rank in ranks]
@@ -126,29 +174,7 @@ def _pack_factors(owned: Sequence, dtype: jnp.dtype, page: int) -> LowRank:
     return LowRank(A=A, B=B, table=jnp.asarray(table), rank=jnp.asarray(ranks, jnp.int32))
 
 
-def paged(rows: Float[Array, "r d"], page: int, dtype: jnp.dtype) -> Float[Array, "p page d"]:
-    """The rows of a factor cut into pages; the last page is filled up with zeros."""
-    rows = jnp.asarray(rows).astype(dtype)
-    rows = jnp.pad(rows, ((0, -rows.shape[0] % page), (0, 0)))
-    return jnp.reshape(rows, (-1, page, rows.shape[1]))
-
-
-def _pack_vectors(vectors: Sequence, dtype: jnp.dtype) -> Vectors | None:
-    return Vectors(*_pack_rows(vectors, dtype)) if _any(vectors) else None
-
-
-def _pack_rotations(forms: Sequence[NormalForm], dtype: jnp.dtype) -> tuple[Rotation, ...]:
-    offsets = [rotation_offset(form) for form in forms]
-    sizes = sorted({R.shape[-1] for R in offsets if R is not None})
-    of_size = ([R if R is not None and R.shape[-1] == m else None for R in offsets] for m in sizes)
-    return tuple(Rotation(*_pack_rows(own, dtype)) for own in of_size)
-
-
-def _any(parts: Sequence) -> bool:
-    return any(part is not None for part in parts)
-
-
-def _pack_rows(arrays: Sequence, dtype: jnp.dtype) -> tuple[Array, Int[Array, "K"]]:
+def _rows(arrays: Sequence, dtype: jnp.dtype) -> tuple[Array, Array]:
     """The arrays that are there (at least one), stacked, and the row of each adapter or -1."""
     present = [array for array in arrays if array is not None]
     row = np.full((len(arrays),), -1, np.int32)
@@ -157,29 +183,44 @@ def _pack_rows(arrays: Sequence, dtype: jnp.dtype) -> tuple[Array, Int[Array, "K
     return values, jnp.asarray(row)
 
 
-def _pack_shared(
-    forms: Sequence[NormalForm], d_out: int, dtype: jnp.dtype, page: int
-) -> Shared | None:
+def _ragged(own: Sequence[Sequence[Entry]], d_out: int, dtype: jnp.dtype) -> dict[str, Array]:
+    """Entries of different length (sparse, tokens), filled up to the longest."""
+    present = [entry[0] for entry in own if entry]
+    longest = max(next(iter(entry.values())).shape[0] for entry in present)
+    full = [filled(entry, longest, d_out) for entry in present]
+    row = np.full((len(own),), -1, np.int32)
+    row[[k for k, entry in enumerate(own) if entry]] = range(len(present))
+    stacked = {part: jnp.stack([jnp.asarray(f[part]) for f in full]) for part in full[0]}
+    floats = {p for p, a in stacked.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+    cast = {p: a.astype(dtype if p in floats else jnp.int32) for p, a in stacked.items()}
+    return cast | {"row": jnp.asarray(row)}
+
+
+def _shared(
+    forms: Sequence[NormalForm], own: Sequence[Sequence[Entry]], dtype: jnp.dtype, page: int
+) -> Shared:
     terms = [[term for term in form.terms if term.pair is not None] for form in forms]
-    keys = list(dict.fromkeys(term.pair for own in terms for term in own))
-    if not keys:
-        return None
-    first = {term.pair: term for own in reversed(terms) for term in reversed(own)}
-    pairs = _pack_factors([(first[k].A.T, first[k].B) for k in keys], dtype, page)
-    width = pairs.table.shape[1] * page
-    most = max(len(own) for own in terms)
+    first = {term.pair: term for of_form in reversed(terms) for term in reversed(of_form)}
+    keys = list(first)
+    pairs = _factors([(first[key].A.T, first[key].B) for key in keys], dtype, page)
+    width, most = pairs.table.shape[1] * page, max(map(len, own))
     row, pair = np.full((len(forms), most), -1, np.int32), np.zeros((len(forms), most), np.int32)
-    ds, es = [], []
-    for k, own in enumerate(terms):
-        for j, term in enumerate(own):
-            row[k, j], pair[k, j] = len(ds), keys.index(term.pair)
-            d, e = shared_vectors(term, d_out)
-            ds.append(jnp.pad(jnp.asarray(d).astype(dtype), (0, width - term.rank)))
-            es.append(jnp.asarray(e).astype(dtype))
+    vectors: list[Entry] = []
+    for k, of_form in enumerate(terms):
+        for j, term in enumerate(of_form):
+            row[k, j], pair[k, j] = len(vectors), keys.index(term.pair)
+            vectors.append(own[k][j])
+
+    def stacked(part: str, size: int) -> Array:
+        arrays = [jnp.asarray(v.get(part, np.zeros((size,), np.float32))) for v in vectors]
+        return jnp.stack([jnp.pad(a.astype(dtype), (0, size - a.shape[0])) for a in arrays])
+
+    d_in, d_out = first[keys[0]].A.shape[0], first[keys[0]].B.shape[1]
     return Shared(
         pairs=pairs,
-        d=jnp.stack(ds),
-        e=jnp.stack(es),
+        d=stacked("d", width),
+        e=stacked("e", d_out),
+        u=stacked("u", d_in) if any("u" in v for v in vectors) else None,
         row=jnp.asarray(row),
         pair=jnp.asarray(pair),
     )

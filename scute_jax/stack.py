@@ -5,27 +5,28 @@ Seen by the second adapter, the first one with its base is the projection that i
     F(x) = F1(x R2) * s2 + b2 + T2(x),     T2 = the terms of the second
 
 so R = R2 R1, s = s1 * s2, b = b1 * s2 + b2, and each term of the first gets R2 in front of its A
-and s2 behind its B. The other order is another function.
+and s2 behind its B (and likewise P and Q of the extensions). The other order is another function.
 """
 
 import math
 from dataclasses import replace
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.identity import content_version
 from scute_jax.namespace import namespace
-from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.normal_form import Adapter, Blocks, NormalForm, Sparse, Term, TokenRows
 
 
 def stack(first: NormalForm | Adapter, second: NormalForm | Adapter) -> NormalForm | Adapter:
     """`second` applied to the output of `first`, folded.
 
     Two normal forms give the normal form of their site; two adapters give the adapter that holds
-    every site of either. A shared pair of `first` under an R of `second` becomes a term that the
-    adapter owns (of the rank of the pair), since R2 A is no longer shared.
+    every site of either. A shared pair of `first` under a rotation of `second` becomes a term that
+    the adapter owns (of the rank of the pair), since R2 A is no longer shared.
     Raises: AdapterError if the widths or block sizes do not go together, TypeError on a mix.
     """
     if isinstance(first, Adapter) and isinstance(second, Adapter):
@@ -56,22 +57,49 @@ def _stack_adapters(first: Adapter, second: Adapter) -> Adapter:
 
 def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
     _check_widths(first, second)
-    R = _chain(second.R, first.R)
-    s = _times(first.s, second.s)
-    b = _times(first.b, second.s) if first.b is not None else None
-    if second.b is not None:
-        b = second.b if b is None else b + second.b
-    moved = tuple(_behind(term, second.R, second.s) for term in first.terms)
-    return NormalForm(R=R, s=s, b=b, terms=moved + second.terms)
+    before = (*second.P, *(() if second.R is None else (Blocks(second.R),)))
+    moved = tuple(_behind(term, before, second.Q, second.s) for term in first.terms)
+    P, R = _inputs(first, second)
+    Q, s = first.Q + second.Q, _times(first.s, second.s)
+    if second.Q and first.s is not None:  # Q stands before s in the form: s1 moves into Q2
+        Q = (*first.Q, _scaled(first.s, second.Q[0]), *second.Q[1:])
+        s = second.s
+    b = first.b
+    if b is not None:
+        for blocks in second.Q:
+            b = _columns(b[None, :], blocks)[0]
+        b = _times(b, second.s)
+    return NormalForm(
+        R=R,
+        s=s,
+        b=second.b if b is None else b if second.b is None else b + second.b,
+        terms=moved + second.terms,
+        P=P,
+        Q=Q,
+        S=_sparse(first.S, second, bool(before)),
+        rows=_rows(first.rows, second.rows),
+    )
 
 
-def _behind(term: Term, R: Array | None, s: Array | None) -> Term:
-    """The term of the first adapter as a term of the stack: R in front, s behind."""
-    if R is not None:
-        term = replace(term, A=_rotate_rows(R, term.A), pair=None)
-    if s is not None:
-        term = replace(term, e=_times(term.e, s))
-    return term
+def _inputs(first: NormalForm, second: NormalForm) -> tuple[tuple[Blocks, ...], Array | None]:
+    """P and R of x P2 R2 P1 R1."""
+    if not first.P:
+        return second.P, _chain(second.R, first.R)
+    between = () if second.R is None else (Blocks(second.R),)
+    return second.P + between + first.P, first.R
+
+
+def _behind(
+    term: Term, before: tuple[Blocks, ...], after: tuple[Blocks, ...], s: Array | None
+) -> Term:
+    """The term of the first adapter in the stack: blocks in front of it, blocks and s behind."""
+    if before or after:  # A or B change: the adapter has to own them
+        term = fold(NormalForm(terms=(replace(term, pair=None),))).terms[0]
+    for blocks in reversed(before):
+        term = replace(term, A=_rows_of(blocks, term.A))
+    for blocks in after:
+        term = replace(term, B=_columns(term.B, blocks))
+    return term if s is None else replace(term, e=_times(term.e, s))
 
 
 def _chain(left: Array | None, right: Array | None) -> Float[Array, "d_in/m m m"] | None:
@@ -91,11 +119,61 @@ def _widen(R: Float[Array, "n k k"], m: int) -> Float[Array, "n*k/m m m"]:
     return xp.reshape(wide, (n // per, m, m))
 
 
-def _rotate_rows(R: Float[Array, "n m m"], A: Float[Array, "d_in r"]) -> Float[Array, "d_in r"]:
-    n, m, _ = R.shape
-    xp = namespace(R, A)
-    blocks = xp.reshape(A, (n, m, -1))
-    return xp.reshape(xp.einsum("npq,nqr->npr", R, blocks), A.shape).astype(A.dtype)
+def _scaled(s: Float[Array, "d"], blocks: Blocks) -> Blocks:
+    """diag(s) in front of the blocks."""
+    ordered = s if blocks.order is None else s[blocks.order]
+    n, m, _ = blocks.values.shape
+    return replace(blocks, values=ordered.reshape(n, m, 1) * blocks.values)
+
+
+def _rows_of(blocks: Blocks, A: Float[Array, "d r"]) -> Float[Array, "d r"]:
+    """The product of the blocks, as a matrix that x is multiplied with from the right, and A."""
+    n, m, _ = blocks.values.shape
+    xp = namespace(blocks.values, A)
+    ordered = A if blocks.order is None else A[blocks.order]
+    product = xp.einsum("npq,nqr->npr", blocks.values, xp.reshape(ordered, (n, m, -1)))
+    product = xp.reshape(product, A.shape).astype(A.dtype)
+    return product if blocks.order is None else product[np.argsort(blocks.order)]
+
+
+def _columns(B: Float[Array, "r d"], blocks: Blocks) -> Float[Array, "r d"]:
+    """The product of B and the blocks."""
+    n, m, _ = blocks.values.shape
+    xp = namespace(blocks.values, B)
+    ordered = B if blocks.order is None else B[:, blocks.order]
+    product = xp.einsum("rnp,npq->rnq", xp.reshape(ordered, (-1, n, m)), blocks.values)
+    product = xp.reshape(product, B.shape).astype(B.dtype)
+    return product if blocks.order is None else product[:, np.argsort(blocks.order)]
+
+
+def _sparse(first: Sparse | None, second: NormalForm, turned: bool) -> Sparse | None:
+    if first is None:
+        return second.S
+    if turned or second.Q:
+        raise AdapterError(
+            "cannot stack: a sparse delta under an adapter that rotates is no longer sparse; put "
+            "the rotation first, or convert one of the two to a LoRA."
+        )
+    scaled = (
+        first if second.s is None else replace(first, values=first.values * second.s[first.cols])
+    )
+    if second.S is None:
+        return scaled
+    xp = namespace(scaled.values, second.S.values)
+    names = ("rows", "cols", "values")
+    return Sparse(*(xp.concatenate([getattr(p, n) for p in (scaled, second.S)]) for n in names))
+
+
+def _rows(first: TokenRows | None, second: TokenRows | None) -> TokenRows | None:
+    """Rows of both; where both replace a token, the second has the last word."""
+    if first is None or second is None:
+        return second if first is None else first
+    kept = ~np.isin(np.asarray(first.ids), np.asarray(second.ids))
+    xp = namespace(first.rows, second.rows)
+    return TokenRows(
+        ids=np.concatenate([np.asarray(first.ids)[kept], np.asarray(second.ids)]),
+        rows=xp.concatenate([first.rows[kept], second.rows]),
+    )
 
 
 def _times(left: Array | None, right: Array | None) -> Array | None:

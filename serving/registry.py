@@ -5,6 +5,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import reduce
 
+from scute_jax.entries import kinds
 from scute_jax.errors import AdapterError
 from scute_jax.models.adapters import for_llama
 from scute_jax.normal_form import Adapter
@@ -23,7 +24,7 @@ class Tenant:
     version: str  # equal versions compute the same function
     names: tuple[str, ...]
     adapter: Adapter | None = field(repr=False)
-    routes: frozenset[str] = frozenset()  # which kinds of slot it uses
+    routes: frozenset[str] = frozenset()  # the kinds of its entries, see scute_jax.entries
 
 
 BASE = Tenant(version=BASE_VERSION, names=(), adapter=None)
@@ -94,23 +95,5 @@ class Registry:
 
 def _tenant(adapter: Adapter, names: tuple[str, ...]) -> Tenant:
     ready = for_llama(adapter)
-    return Tenant(adapter.version, names, ready, routes_of(ready))
-
-
-def routes_of(adapter: Adapter) -> frozenset[str]:
-    """The kinds of slot that a prepared adapter uses: "factors", "scale", "shift", "input",
-    "rotation<block size>" and "shared"."""
-    routes = set()
-    for form in adapter.sites.values():
-        if form.rank:
-            routes.add("factors")
-        if form.s is not None:
-            routes.add("scale")
-        if form.b is not None:
-            routes.add("shift")
-        if form.R is not None:
-            m = form.R.shape[-1]
-            routes.add("input" if m == 1 else f"rotation{m}")
-        if any(term.pair is not None for term in form.terms):
-            routes.add("shared")
-    return frozenset(routes)
+    routes = frozenset().union(*(kinds(form) for form in ready.sites.values()))
+    return Tenant(adapter.version, names, ready, routes)

@@ -10,7 +10,7 @@ from scute_jax.bank import AdapterBank, BankFull
 from scute_jax.capacity import BankCapacity, capacity_for
 from scute_jax.models.llama import Slots
 from scute_jax.serving.registry import Tenant
-from scute_jax.slots import SiteSlots
+from scute_jax.slots import narrow
 
 
 class Residency:
@@ -82,8 +82,10 @@ class Residency:
             return {}
         if routes not in self._views:
             full = self._bank.slots.items()
-            narrow = {site: _narrow(slots, routes) for site, slots in full}
-            self._views[routes] = {s: n for s, n in narrow.items() if jax.tree.leaves(n)}
+            views = {site: narrow(slots, routes) for site, slots in full}
+            self._views[routes] = {
+                site: view for site, view in views.items() if jax.tree.leaves(view)
+            }
         return self._views[routes]
 
     def _load(self, tenant: Tenant) -> bool:
@@ -116,17 +118,3 @@ class Residency:
             bank.insert(self._tenant[version].adapter, slot)
         self._bank = bank
         self._views.clear()
-
-
-def _narrow(slots: SiteSlots, routes: frozenset[str]) -> SiteSlots:
-    def keep(route: str, part):
-        return part if route in routes else None
-
-    return SiteSlots(
-        factors=keep("factors", slots.factors),
-        scale=keep("scale", slots.scale),
-        shift=keep("shift", slots.shift),
-        input_scale=keep("input", slots.input_scale),
-        rotations=tuple(r for r in slots.rotations if f"rotation{r.values.shape[-1]}" in routes),
-        shared=keep("shared", slots.shared),
-    )

@@ -11,7 +11,7 @@ from scute_jax.serving.sequence import Sequence
 class Variant:
     """What a compiled step can do besides greedy decoding of the base model."""
 
-    routes: frozenset[str] = frozenset()  # slots of adapters, see registry.routes_of
+    routes: frozenset[str] = frozenset()  # kinds of entries, see scute_jax.entries
     sampled: bool = False  # temperature, top_p, top_k
     top: int = 0  # alternatives beside each log-probability
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import evaluate_rows, forms, normal, random_form, random_term, shared_pairs
+from forms import evaluate_rows, extended_forms, normal, random_form, random_term, shared_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def outputs(bank, ids, x):
     return np.asarray(sj.apply_normal_form(params, jnp.asarray(x), sj.segments(ids, K)))
 
 
-@given(st.lists(forms(pairs=PAIRS), min_size=4, max_size=6), st.data())
+@given(st.lists(extended_forms(pairs=PAIRS), min_size=4, max_size=6), st.data())
 @settings(max_examples=12, deadline=None)
 def test_any_history_leaves_exactly_the_residents(pool, data):
     adapters = [adapter(form, str(i)) for i, form in enumerate(pool)]
@@ -101,7 +101,9 @@ def test_a_refused_insert_or_replace_changes_nothing():
     before = outputs(bank, np.zeros(6, int), x)
     with pytest.raises(BankFull, match="slots"):
         bank.insert(adapter(small))
-    with pytest.raises(sj.AdapterError, match="q: the adapter takes .*pages=4.*grow it"):
+    with pytest.raises(
+        sj.AdapterError, match="q: the adapter takes 4 entries of factors .*grow the bank"
+    ):
         bank.replace(slot, adapter(large))
     with pytest.raises(sj.AdapterError, match="down: the bank has no room at this site"):
         bank.replace(slot, adapter(small, site="down"))
@@ -135,7 +137,7 @@ def test_capacity_holds_any_k_of_the_adapters():
         for r in ranks
     ]
     capacity = capacity_for(pool, 2)
-    assert capacity.sites["q"].pages == 7 + 3 and capacity.width["q"] == 7
+    assert capacity.entries["q"]["factors"] == 7 + 3 and capacity.sizes["q"]["factors"] == 7
     assert capacity.covers(capacity_for(pool[:2], 2)) and not capacity_for(pool[:2], 2).covers(
         capacity
     )

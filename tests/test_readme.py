@@ -16,7 +16,9 @@ def test_the_table_of_methods_is_that_of_the_registry():
 
 
 def test_the_first_notebook_cell_runs():
-    (cell,) = [c for c in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "W =" in c]
+    (cell,) = [
+        c for c in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "W =" in c
+    ]
     scope: dict = {}
     exec(cell, scope)
     lora, x = scope["lora"].terms[0], np.ones((1, 64))

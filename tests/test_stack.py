@@ -2,10 +2,21 @@
 
 import numpy as np
 import pytest
-from forms import apply_over, evaluate, forms, normal, random_form, random_term, shared_pairs
+from forms import (
+    apply_over,
+    evaluate,
+    extended_forms,
+    normal,
+    random_blocks,
+    random_form,
+    random_sparse,
+    random_term,
+    shared_pairs,
+)
 from hypothesis import given, settings
 
 import scute_jax as sj
+from scute_jax.normal_form import TokenRows
 
 RNG = np.random.default_rng(0)
 W, X, BIAS = normal(RNG, 24, 10), normal(RNG, 6, 24), normal(RNG, 10)
@@ -17,8 +28,8 @@ def one_after_the_other(first, second):
     return apply_over(second, lambda z: evaluate(first, W, z, BIAS), np.float64(X))
 
 
-@given(forms(pairs=PAIRS), forms(pairs=PAIRS))
-@settings(max_examples=80, deadline=None)
+@given(extended_forms(pairs=PAIRS, sparse=False), extended_forms(pairs=PAIRS, sparse=False))
+@settings(max_examples=120, deadline=None)
 def test_a_stack_equals_one_after_the_other(first, second):
     for a, b in ((first, second), (second, first)):
         expected = one_after_the_other(a, b)
@@ -79,3 +90,24 @@ def test_errors_say_what_does_not_fit():
         sj.stack(adapter("v1", k=small), adapter("v2", k=large))
     with pytest.raises(TypeError, match="NormalForm and Adapter"):
         sj.stack(small, adapter("v1", k=large))
+
+
+def test_a_sparse_delta_stacks_unless_it_is_turned():
+    sparse = random_form(RNG, 24, 10, "b").replace(S=random_sparse(RNG, 24, 10, 30))
+    scale = random_form(RNG, 24, 10, "sb").replace(S=random_sparse(RNG, 24, 10, 7))
+    for a, b in ((sparse, scale), (scale, sparse)):
+        expected = one_after_the_other(a, b)
+        np.testing.assert_allclose(evaluate(sj.stack(a, b), W, X, BIAS), expected, atol=1e-5)
+    turned = random_form(RNG, 24, 10).replace(Q=(random_blocks(RNG, 10, 2),))
+    sj.stack(turned, sparse)
+    for rotation in (turned, random_form(RNG, 24, 10, block=4)):
+        with pytest.raises(sj.AdapterError, match="sparse delta under an adapter that rotates"):
+            sj.stack(sparse, rotation)
+
+
+def test_replaced_tokens_of_both_and_the_second_has_the_last_word():
+    first = sj.NormalForm(rows=TokenRows(np.array([3, 5]), normal(RNG, 2, 4)))
+    second = sj.NormalForm(rows=TokenRows(np.array([5, 9]), normal(RNG, 2, 4)))
+    rows = sj.stack(first, second).rows
+    np.testing.assert_array_equal(rows.ids, [3, 5, 9])
+    np.testing.assert_array_equal(rows.rows, [first.rows.rows[0], *second.rows.rows])

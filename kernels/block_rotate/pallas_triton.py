@@ -43,8 +43,10 @@ def block_rotate(
     tile = tile or RotateTile()
     m = rotation.values.shape[-1]
     blocks = max(1, tile.columns // m)  # of R in one program
-    kernel = partial(_rotate_kernel, _sizes(tiles), m, blocks)
-    return _launch(kernel, "block_rotate", blocks * m, x, rotation, tiles, slot, tile, interpret)
+    ordered = rotation.order is not None
+    kernel = partial(_rotate_kernel, _sizes(tiles), m, blocks, ordered)
+    pool = (rotation.values, rotation.row, *((rotation.order,) if ordered else ()))
+    return _launch(kernel, "block_rotate", blocks * m, x, pool, tiles, slot, tile, interpret)
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -59,7 +61,8 @@ def scale_input(
     """As the reference."""
     tile = tile or RotateTile()
     kernel = partial(_scale_kernel, _sizes(tiles), tile.columns)
-    return _launch(kernel, "scale_input", tile.columns, x, scale, tiles, slot, tile, interpret)
+    pool = (scale.values, scale.row)
+    return _launch(kernel, "scale_input", tile.columns, x, pool, tiles, slot, tile, interpret)
 
 
 def _sizes(tiles: Tiles) -> tuple[int, int]:
@@ -69,7 +72,7 @@ def _sizes(tiles: Tiles) -> tuple[int, int]:
 def _launch(kernel, name, columns, x, pool, tiles, slot, tile, interpret):
     rows = min(tile.copy_rows, power_of_two(x.shape[0]))
     copies = pl.cdiv(x.shape[0], rows)
-    has = (slot >= 0) & (pool.row[jnp.maximum(slot, 0)] >= 0)
+    has = (slot >= 0) & (pool[1][jnp.maximum(slot, 0)] >= 0)
     (out,) = pallas_call(
         partial(kernel, rows),
         name=name,
@@ -78,7 +81,7 @@ def _launch(kernel, name, columns, x, pool, tiles, slot, tile, interpret):
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-    )(tiles.slot, tiles.start, tiles.rows, has.astype(jnp.int32), x, pool.values, pool.row)
+    )(tiles.slot, tiles.start, tiles.rows, has.astype(jnp.int32), x, *pool)
     return out
 
 
@@ -97,6 +100,7 @@ def _rotate_kernel(
     sizes,
     m,
     blocks,
+    ordered,
     copy_rows,
     slot_ref,
     start_ref,
@@ -105,9 +109,11 @@ def _rotate_kernel(
     x_ref,
     R_ref,
     row_ref,
-    out_ref,
+    *refs,
 ):
-    """slot, start, rows [n]; has [t]; x [t, d_in]; R - I [k, d_in/m, m, m]; row [K]; x R."""
+    """slot, start, rows [n]; has [t]; x [t, d_in]; R - I [k, d_in/m, m, m]; row [K];
+    order [d_in] if `ordered`; x R."""
+    order_ref, out_ref = refs if ordered else (None, *refs)
     n, size = sizes
     i, block = pl.program_id(0), pl.program_id(1)
     side = max(MIN_SIDE, power_of_two(m))
@@ -132,7 +138,13 @@ def _rotate_kernel(
                 j = block * blocks + b
                 inside = (q < m) & (j < R_ref.shape[1])
                 here = held[:, None] & inside[None, :]
-                at = (row[:, None], (j * m + q)[None, :])
+                column = j * m + q
+                if ordered:
+                    # What is masked lies outside: interpreted, a masked store writes back what
+                    # it read, and must not meet a column that this block turns.
+                    named = plgpu.load(order_ref.at[column], mask=inside, other=0)
+                    column = jnp.where(inside, named, x_ref.shape[1] + q)
+                at = (row[:, None], column[None, :])
                 xs = plgpu.load(x_ref.at[at], mask=here, other=0.0)
                 R = plgpu.load(
                     R_ref.at[entry, j, q[:, None], q[None, :]],

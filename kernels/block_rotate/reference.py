@@ -12,7 +12,9 @@ from scute_jax.kernels.tiles import Tiles
 def block_rotate(
     x: Float[Array, "t d_in"], rotation: Rotation, tiles: Tiles
 ) -> Float[Array, "t d_in"]:
-    """x + x (R - I) on rows whose adapter has an R of this block size, x elsewhere.
+    """x + x (R - I) on rows whose adapter has an R in this pool, x elsewhere.
+
+    With an order, the blocks act on the coordinates in that order and leave them in their places.
 
     Source: OFT (arXiv:2306.07280), the rotation applied to the input.
     Dtypes: accumulates in float32; returns the dtype of x.
@@ -21,8 +23,11 @@ def block_rotate(
     row = rotation.row[tiles.slot]
     R = jnp.take(rotation.values, row, axis=0, mode="clip")  # [n, blocks, m, m]
     rows = gather_rows(x, index)
-    blocks = jnp.reshape(rows, (*rows.shape[:2], *R.shape[1:3]))
+    ordered = rows if rotation.order is None else jnp.take(rows, rotation.order, axis=-1)
+    blocks = jnp.reshape(ordered, (*rows.shape[:2], *R.shape[1:3]))
     turned = jnp.reshape(einsum("nsjp,njpq->nsjq", blocks, R), rows.shape)
+    if rotation.order is not None:
+        turned = jnp.take(turned, jnp.argsort(rotation.order), axis=-1)
     return scatter_rows(x, index, valid & (row >= 0)[:, None], rows.astype(jnp.float32) + turned)
 
 

@@ -54,15 +54,15 @@ def shared_factors(
     ranks = pl.cdiv(shared.d.shape[1], block_r) * block_r
     block_k = min(tile.block_k, power_of_two(d_in))
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "interpret": interpret}
+    terms, has_u = row.shape[1], shared.u is not None
+    low_shape = (tile.splits, terms, num_pairs, blocks, size, ranks)
     (low,) = pallas_call(
-        partial(_shrink_kernel, size, d_in, tile.splits, block_k, block_r),
+        partial(_shrink_kernel, size, d_in, tile.splits, block_k, block_r, has_u),
         name="shared_shrink",
-        grid=(blocks, tile.splits, num_pairs * (ranks // block_r)),
-        out_shape=[
-            jax.ShapeDtypeStruct((tile.splits, num_pairs, blocks, size, ranks), jnp.float32)
-        ],
+        grid=(blocks, tile.splits, terms * num_pairs * (ranks // block_r)),
+        out_shape=[jax.ShapeDtypeStruct(low_shape, jnp.float32)],
         **how,
-    )(pair, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank)
+    )(row, pair, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank, shared.u)
     block_n = min(tile.block_n, power_of_two(h.shape[1]))
     (out,) = pallas_call(
         partial(_expand_kernel, size, block_n, block_r),
@@ -80,38 +80,37 @@ def _rows(block, size, t):
     return row, row < t
 
 
-def _uses(pair_ref, j, row, inside, p):
-    return inside & (plgpu.load(pair_ref.at[row, j], mask=inside, other=-1) == p)
-
-
 def _shrink_kernel(
-    size, d_in, splits, block_k, block_r, pair_ref, x_ref, A_ref, table_ref, rank_ref, low_ref
-):
-    """pair [t, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; low."""
-    per_pair = low_ref.shape[-1] // block_r
-    block, part = pl.program_id(0), pl.program_id(1)
-    p, b = pl.program_id(2) // per_pair, pl.program_id(2) % per_pair
+    size, d_in, splits, block_k, block_r, has_u, row_ref, pair_ref, x_ref, A_ref, table_ref,
+    rank_ref, *refs,
+):  # fmt: skip
+    """row, pair [t, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; if `has_u`
+    u [k, d_in]; low."""
+    u_ref, low_ref = refs if has_u else (None, *refs)
+    num_pairs, per_pair = rank_ref.shape[0], low_ref.shape[-1] // block_r
+    block, part, rest = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    j, p, b = rest // (num_pairs * per_pair), rest // per_pair % num_pairs, rest % per_pair
     row, inside = _rows(block, size, x_ref.shape[0])
-    used = jnp.zeros((), jnp.int32)
-    for j in range(pair_ref.shape[1]):
-        used = used + jnp.sum(_uses(pair_ref, j, row, inside, p).astype(jnp.int32))
+    uses = inside & (plgpu.load(pair_ref.at[row, j], mask=inside, other=-1) == p)
 
-    @pl.when((used > 0) & (b * block_r < rank_ref[p]))
+    @pl.when((jnp.sum(uses.astype(jnp.int32)) > 0) & (b * block_r < rank_ref[p]))
     def _work():
         page = A_ref.shape[1]
         q = b * block_r + jnp.arange(block_r)
         own = q < rank_ref[p]
         at = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
         span = -(-d_in // (splits * block_k)) * block_k
+        entry = plgpu.load(row_ref.at[row, j], mask=uses, other=0)
 
         def columns(i, total):
             k = part * span + i * block_k + jnp.arange(block_k)
             there = k < d_in
-            xs = plgpu.load(
-                x_ref.at[row[:, None], k[None, :]],
-                mask=inside[:, None] & there[None, :],
-                other=0.0,
-            )
+            here = uses[:, None] & there[None, :]
+            xs = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=here, other=0.0)
+            if has_u:
+                u = plgpu.load(u_ref.at[entry[:, None], k[None, :]], mask=here, other=0.0)
+                wide = xs.astype(jnp.float32)
+                xs = (wide + wide * u.astype(jnp.float32)).astype(xs.dtype)
             a = plgpu.load(
                 A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
                 mask=own[:, None] & there[None, :],
@@ -121,7 +120,7 @@ def _shrink_kernel(
 
         zero = jnp.zeros((size, block_r), jnp.float32)
         total = jax.lax.fori_loop(0, span // block_k, columns, zero)
-        low_ref[part, p, block, :, pl.ds(b * block_r, block_r)] = total
+        low_ref[part, j, p, block, :, pl.ds(b * block_r, block_r)] = total
 
 
 def _expand_kernel(
@@ -130,7 +129,7 @@ def _expand_kernel(
 ):  # fmt: skip
     """h [t, d_out]; low; row, pair [t, j]; B [n, page, d_out]; table [P, w]; rank [P];
     d [k, r]; e [k, d_out]; the new h."""
-    num_pairs, page = low_ref.shape[1], B_ref.shape[1]
+    num_pairs, page = rank_ref.shape[0], B_ref.shape[1]
     block, column = pl.program_id(0), pl.program_id(1)
     row, inside = _rows(block, size, h_ref.shape[0])
     c = column * block_n + jnp.arange(block_n)
@@ -150,7 +149,7 @@ def _expand_kernel(
                 def ranks(b, y):
                     q = b * block_r + jnp.arange(block_r)
                     own = q < rank_ref[p]
-                    total = _sum_parts(low_ref, p, block, b, block_r)
+                    total = _sum_parts(low_ref, j, p, block, b, block_r)
                     mask = own_row[:, None] & own[None, :]
                     d = plgpu.load(d_ref.at[entry[:, None], q[None, :]], mask=mask, other=0.0)
                     scaled = jnp.where(mask, total * d.astype(jnp.float32), 0.0)
@@ -178,7 +177,7 @@ def _expand_kernel(
             plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=mine)
 
 
-def _sum_parts(low_ref, p, block, b, block_r):
+def _sum_parts(low_ref, j, p, block, b, block_r):
     ranks = pl.ds(b * block_r, block_r)
-    parts = (low_ref[part, p, block, :, ranks] for part in range(low_ref.shape[0]))
+    parts = (low_ref[part, j, p, block, :, ranks] for part in range(low_ref.shape[0]))
     return reduce(jnp.add, parts)

@@ -15,7 +15,7 @@ def shared_factors(
     shared: Shared,
     slot: Int[Array, "t"],
 ) -> Float[Array, "t d_out"]:
-    """h + sum over the shared terms of each row's adapter of ((x A) * d) B * e.
+    """h + sum over the shared terms of each row's adapter of (((x * u) A) * d) B * e.
 
     `slot` is the adapter of each row, -1 for base rows. Each pair is two products over the whole
     batch, of which a row selects its own.
@@ -46,11 +46,22 @@ def _add_pair(
     which = jnp.asarray(p, jnp.int32)[None]
     A = gather_pages(shared.pairs.A, shared.pairs, which)[0]
     B = gather_pages(shared.pairs.B, shared.pairs, which)[0]
-    low = einsum("td,rd->tr", x, A)
     for j in range(row.shape[1]):
+        low = einsum("td,rd->tr", _scaled(x, shared, row[:, j]), A)
         d = jnp.take(shared.d, row[:, j], axis=0, mode="clip").astype(jnp.float32)
         e = jnp.take(shared.e, row[:, j], axis=0, mode="clip").astype(jnp.float32)
         own = mine[:, j, None]
         scaled = jnp.where(own, low * d, 0).astype(B.dtype)
         total = jnp.where(own, total + einsum("tr,rd->td", scaled, B) * e, total)
     return total
+
+
+def _scaled(
+    x: Float[Array, "t d_in"], shared: Shared, row: Int[Array, "t"]
+) -> Float[Array, "t d_in"]:
+    """x * u, rounded to the dtype of x."""
+    if shared.u is None:
+        return x
+    u = jnp.take(shared.u, row, axis=0, mode="clip").astype(jnp.float32)
+    wide = x.astype(jnp.float32)
+    return (wide + wide * u).astype(x.dtype)

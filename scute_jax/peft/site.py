@@ -7,7 +7,7 @@ refused afterwards.
 import math
 import re
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import ml_dtypes
 import numpy as np
@@ -100,6 +100,16 @@ class Site:
         """All adapted projections, in the order of the base's modules."""
         return self._reading.targets
 
+    @overload
+    def tensor(
+        self, name: str, *shapes: Shape, optional: Literal[False] = False, integer: bool = False
+    ) -> np.ndarray: ...
+
+    @overload
+    def tensor(
+        self, name: str, *shapes: Shape, optional: bool, integer: bool = False
+    ) -> np.ndarray | None: ...
+
     def tensor(
         self, name: str, *shapes: Shape, optional: bool = False, integer: bool = False
     ) -> np.ndarray | None:
@@ -113,6 +123,16 @@ class Site:
         wanted = f"base_model.model.{self.module}.{name}"
         return self._reading.tensor(key, wanted, shapes, optional, integer)
 
+    @overload
+    def shared(
+        self, name: str, *shapes: Shape, optional: Literal[False] = False, integer: bool = False
+    ) -> np.ndarray: ...
+
+    @overload
+    def shared(
+        self, name: str, *shapes: Shape, optional: bool, integer: bool = False
+    ) -> np.ndarray | None: ...
+
     def shared(
         self, name: str, *shapes: Shape, optional: bool = False, integer: bool = False
     ) -> np.ndarray | None:
@@ -124,6 +144,11 @@ class Site:
         """The shape of a tensor in the file, or None if it is not there. Does not count as use."""
         key = (self._reading.names.shared if shared else self._names()).get(name)
         return None if key is None else self._reading.tensors.shapes[key]
+
+    def ignore(self, *names: str) -> None:
+        """Ticks off tensors at this module that change nothing, unread."""
+        held = self._names()
+        self._reading.used.update(held[name] for name in names if name in held)
 
     def option(self, name: str, default: Any = None, **checks: Any) -> Any:
         """A field of the config; `checks` are kind, choices, required of `Options.get`."""

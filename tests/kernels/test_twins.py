@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import normal, random_form, random_term, shared_pairs
+from forms import normal, random_blocks, random_form, random_term, shared_pairs
 
 import scute_jax as sj
 from scute_jax.kernels import block_rotate, paged_attention, scale_input
@@ -83,6 +83,19 @@ def test_the_input_transform(m, dtype):
     np.testing.assert_array_equal(np.asarray(ours)[untouched], np.asarray(x)[untouched])
 
 
+@pytest.mark.parametrize("m", [2, 12, 32])
+def test_rotations_of_permuted_coordinates(m):
+    rng, d = np.random.default_rng(7), 96
+    turned = [random_form(rng, d, 10).replace(P=(random_blocks(rng, d, m, 1),)) for _ in range(2)]
+    params, seg, x = batch(rng, [*turned, random_form(rng, d, 10)], d, 10, 50, 16, "float32")
+    x, (rotation,) = seg.sort(x), params.slots.rotations
+    ours, reference = (
+        block_rotate(x, rotation, seg.tiles, seg.slot, implementation=how)
+        for how in ("pallas", "reference")
+    )
+    close(ours, reference, "float32")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shared_pairs_of_several_tenants(dtype):
     rng, d_in, d_out = np.random.default_rng(2), 96, 130
@@ -99,6 +112,7 @@ def test_shared_pairs_of_several_tenants(dtype):
         form(term("de", pairs[0]), term("d", pairs[1])),
         form(),
         form(term("de", pairs[1]), random_term(rng, d_in, d_out, 3)),
+        form(term("deu", pairs[1]), term("u", pairs[1])),
     ]
     params, seg, x = batch(rng, forms, d_in, d_out, 90, 16, dtype)
     ours, reference = (

@@ -48,3 +48,12 @@ def test_projections_are_those_of_peft(seed, r, d_in, d_out):
         assert np.array_equal(
             ours.kaiming_uniform(shape), _kaiming_init(shape, generator=generator).numpy()
         )
+
+
+@pytest.mark.parametrize("seed", [0, 777, -3, 2**40 + 5])
+@pytest.mark.parametrize("n", [1, 2, 3, 100, 9999])
+def test_permutations(n: int, seed: int):
+    torch = pytest.importorskip("torch", reason="torch is the oracle of its own random numbers")
+    whole = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+    for count in {1, (n + 1) // 2, n}:
+        assert (TorchGenerator(seed).permutation(n, count) == whole[:count]).all()
