@@ -5,6 +5,7 @@ from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm, Term
 from scute_jax.peft import load_peft, save_peft
+from scute_jax.scale import scaled
 from scute_jax.segments import Segments, segments
 from scute_jax.stack import stack
 
@@ -19,6 +20,7 @@ __all__ = [
     "fold",
     "load_peft",
     "save_peft",
+    "scaled",
     "segments",
     "site_params",
     "stack",
