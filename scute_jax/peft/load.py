@@ -138,8 +138,18 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
     """The folded form with numpy float32 arrays, checked to fit the site and to be finite."""
     widths = next((p.d_in, p.d_out) for p in reading.base.projections if p.site == name)
     check_form(form, *widths, name)
-    slots = (_array(form.R), _array(form.s), _array(form.b))
-    form = fold(NormalForm(*slots, terms=tuple(map(_term_on_host, form.terms))))
+    form = fold(
+        NormalForm(
+            R=_array(form.R),
+            s=_array(form.s),
+            b=_array(form.b),
+            terms=tuple(map(_term_on_host, form.terms)),
+            P=tuple(replace(blocks, values=_array(blocks.values)) for blocks in form.P),
+            Q=tuple(replace(blocks, values=_array(blocks.values)) for blocks in form.Q),
+            S=None if form.S is None else replace(form.S, values=_array(form.S.values)),
+            rows=None if form.rows is None else replace(form.rows, rows=_array(form.rows.rows)),
+        )
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(form):
         if not np.isfinite(leaf).all():
             raise AdapterError(
@@ -150,8 +160,8 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
 
 
 def _term_on_host(term: Term) -> Term:
-    A, B, d, e = map(_array, (term.A, term.B, term.d, term.e))
-    return replace(term, A=A, B=B, c=float(term.c), d=d, e=e)
+    A, B, d, e, u = map(_array, (term.A, term.B, term.d, term.e, term.u))
+    return replace(term, A=A, B=B, c=float(term.c), d=d, e=e, u=u)
 
 
 def _array(slot: Any) -> np.ndarray | None:
@@ -170,7 +180,14 @@ def _content(sites: Mapping[str, NormalForm]) -> Iterable[Any]:
                 slots |= {f"A{k}": term.A, f"B{k}": term.B}
             else:
                 yield f"pair{k}={term.pair}"
-            slots |= {f"d{k}": term.d, f"e{k}": term.e}
+            slots |= {f"d{k}": term.d, f"e{k}": term.e, f"u{k}": term.u}
+        for side, all_blocks in (("P", form.P), ("Q", form.Q)):
+            for k, blocks in enumerate(all_blocks):
+                slots |= {f"{side}{k}": blocks.values, f"{side}{k}order": blocks.order}
+        if form.S is not None:
+            slots |= {"S": form.S.values, "Srows": form.S.rows, "Scols": form.S.cols}
+        if form.rows is not None:
+            slots |= {"rows": form.rows.rows, "ids": form.rows.ids}
         for slot, array in slots.items():
             if array is not None:
                 yield slot
