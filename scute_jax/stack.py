@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Array, Float
 
+from scute_jax.blocks import blocks_times, times_blocks
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.identity import content_version
@@ -67,7 +68,7 @@ def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
     b = first.b
     if b is not None:
         for blocks in second.Q:
-            b = _columns(b[None, :], blocks)[0]
+            b = times_blocks(b[None, :], blocks)[0]
         b = _times(b, second.s)
     return NormalForm(
         R=R,
@@ -96,9 +97,9 @@ def _behind(
     if before or after:  # A or B change: the adapter has to own them
         term = fold(NormalForm(terms=(replace(term, pair=None),))).terms[0]
     for blocks in reversed(before):
-        term = replace(term, A=_rows_of(blocks, term.A))
+        term = replace(term, A=blocks_times(blocks, term.A))
     for blocks in after:
-        term = replace(term, B=_columns(term.B, blocks))
+        term = replace(term, B=times_blocks(term.B, blocks))
     return term if s is None else replace(term, e=_times(term.e, s))
 
 
@@ -124,26 +125,6 @@ def _scaled(s: Float[Array, "d"], blocks: Blocks) -> Blocks:
     ordered = s if blocks.order is None else s[blocks.order]
     n, m, _ = blocks.values.shape
     return replace(blocks, values=ordered.reshape(n, m, 1) * blocks.values)
-
-
-def _rows_of(blocks: Blocks, A: Float[Array, "d r"]) -> Float[Array, "d r"]:
-    """The product of the blocks, as a matrix that x is multiplied with from the right, and A."""
-    n, m, _ = blocks.values.shape
-    xp = namespace(blocks.values, A)
-    ordered = A if blocks.order is None else A[blocks.order]
-    product = xp.einsum("npq,nqr->npr", blocks.values, xp.reshape(ordered, (n, m, -1)))
-    product = xp.reshape(product, A.shape).astype(A.dtype)
-    return product if blocks.order is None else product[np.argsort(blocks.order)]
-
-
-def _columns(B: Float[Array, "r d"], blocks: Blocks) -> Float[Array, "r d"]:
-    """The product of B and the blocks."""
-    n, m, _ = blocks.values.shape
-    xp = namespace(blocks.values, B)
-    ordered = B if blocks.order is None else B[:, blocks.order]
-    product = xp.einsum("rnp,npq->rnq", xp.reshape(ordered, (-1, n, m)), blocks.values)
-    product = xp.reshape(product, B.shape).astype(B.dtype)
-    return product if blocks.order is None else product[:, np.argsort(blocks.order)]
 
 
 def _sparse(first: Sparse | None, second: NormalForm, turned: bool) -> Sparse | None:
