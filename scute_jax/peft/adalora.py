@@ -34,7 +34,6 @@ INERT = (
     "eva_config",
     "corda_config",
     "lora_ga_config",
-    "loftq_config",
 )
 
 
@@ -69,14 +68,11 @@ def _ranks_left(site: Site, init_r: int) -> int:
 def _masks(site: Site) -> dict[str, list[bool]]:
     """Module -> which of its ranks are left."""
     pattern = site.option("rank_pattern", kind=dict) or {}
-    masks = {name.removesuffix(".lora_E"): mask for name, mask in pattern.items()}
-    unknown = [name for name in masks if name not in {p.module for p in site.targets}]
-    if unknown or len(masks) < len(pattern):
-        known = f"{site.module}.lora_E"
-        site.refuse_field(
-            "rank_pattern", f"needed names like {known!r}, but it has {some(pattern)}"
-        )
-    for name, mask in masks.items():
+    known = {f"{p.module}.lora_E" for p in site.targets}
+    if unknown := [name for name in pattern if name not in known]:
+        needed = f"needed names like '{site.module}.lora_E', but it has {some(unknown)}"
+        site.refuse_field("rank_pattern", needed)
+    for name, mask in pattern.items():
         if not isinstance(mask, list) or not all(isinstance(left, bool) for left in mask):
             site.refuse_field("rank_pattern", f"{name} has to be a list of true and false")
-    return masks
+    return {name.removesuffix(".lora_E"): mask for name, mask in pattern.items()}

@@ -12,11 +12,16 @@ def narrow(
     A: Float[np.ndarray, "d_in r"], B: Float[np.ndarray, "r d_out"]
 ) -> tuple[Float[np.ndarray, "d_in k"], Float[np.ndarray, "k d_out"]]:
     """Factors of A B of rank k = min(r, d_in, d_out): multiplied out where r is the largest."""
-    d_in, r = A.shape
-    d_out = B.shape[1]
-    if r <= min(d_in, d_out):
+    if A.shape[1] <= min(A.shape[0], B.shape[1]):
         return A, B
-    delta = A.astype(np.float64) @ B.astype(np.float64)
+    return whole(A.astype(np.float64) @ B.astype(np.float64))
+
+
+def whole(
+    delta: Float[np.ndarray, "d_in d_out"],
+) -> tuple[Float[np.ndarray, "d_in k"], Float[np.ndarray, "k d_out"]]:
+    """Factors of a delta of full rank k = min(d_in, d_out): itself and an identity."""
+    d_in, d_out = delta.shape
     return (np.eye(d_in), delta) if d_in <= d_out else (delta, np.eye(d_out))
 
 

@@ -6,8 +6,10 @@ r entry by entry is A B of rank r^2: a column of A is a column of A1 times one o
 row of B1 times one of B2. Where r^2 exceeds a side of W, one factor is the identity of that side.
 """
 
+import numpy as np
+
 from scute_jax.normal_form import NormalForm, Term
-from scute_jax.peft.factors import narrow
+from scute_jax.peft.factors import whole
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -34,6 +36,9 @@ def loha(site: Site) -> NormalForm:
     r, c = rank_and_scale(site)
     B1, B2 = (site.tensor(f"hada_w{k}_a", (site.d_out, r)).T for k in (1, 2))
     A1, A2 = (site.tensor(f"hada_w{k}_b", (r, site.d_in)).T for k in (1, 2))
+    if r * r > min(site.d_in, site.d_out):
+        delta = np.float64(A1 @ B1) * (A2 @ B2)
+        return NormalForm(terms=(Term(*whole(delta), c=c),))
     A = (A1[:, :, None] * A2[:, None, :]).reshape(site.d_in, r * r)
     B = (B1[:, None, :] * B2[None, :, :]).reshape(r * r, site.d_out)
-    return NormalForm(terms=(Term(*narrow(A, B), c=c),))
+    return NormalForm(terms=(Term(A, B, c=c),))
