@@ -5,10 +5,12 @@
 Amplified adapters of every method are made with the PEFT library and served in one batch in
 bfloat16; the oracle is PEFT in float32 (no TF32) on the same bfloat16-rounded base and files. For
 each adapter: mean |log-probability - oracle| over the tokens of the texts, divided by mean
-|oracle - base|, which is what the adapter does.
+|oracle - base|, which is what the adapter does. Beside it stands the same error of PEFT itself when
+it runs the model in bfloat16.
 """
 
 import argparse
+import copy
 import json
 import re
 import tempfile
@@ -84,15 +86,21 @@ def main() -> None:
         ours = serve(engine, [None, *(folder.name for folder in folders.values())], texts)
         base = [oracle(twin, ids) for ids in texts]
         rows = [{"adapter": "base", "error": mean_gap(ours[None], base)}]
-        gaps: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in folders}
+        half = copy.deepcopy(twin).bfloat16()
+        gaps: dict[str, list[tuple[float, float, float]]] = {name: [] for name, _ in folders}
         for (name, _), folder in folders.items():
-            model = peft.PeftModel.from_pretrained(twin, folder).eval()
-            expected = [oracle(model, ids) for ids in texts]
-            model.unload()
-            gaps[name].append((mean_gap(ours[folder.name], expected), mean_gap(expected, base)))
-        for name, pairs in gaps.items():
-            error, effect = np.mean(pairs, axis=0).tolist()
-            rows.append({"adapter": name, "error": error, "effect": effect, "each": pairs})
+            expected, of_peft = (adapted(model, folder, texts) for model in (twin, half))
+            gaps[name].append(
+                (
+                    mean_gap(ours[folder.name], expected),
+                    mean_gap(expected, base),
+                    mean_gap(of_peft, expected),
+                )
+            )
+        for name, each in gaps.items():
+            error, effect, peft_error = np.mean(each, axis=0).tolist()
+            row = {"error": error, "effect": effect, "peft_error": peft_error, "each": each}
+            rows.append({"adapter": name} | row)
     report(rows, device, args.out)
 
 
@@ -125,6 +133,14 @@ def serve(engine: Engine, names, texts) -> dict[str | None, list[np.ndarray]]:
     return found
 
 
+def adapted(twin, folder: Path, texts) -> list[np.ndarray]:
+    """The log-probabilities of PEFT over this base, in the base's dtype."""
+    model = peft.PeftModel.from_pretrained(twin, folder).eval()
+    found = [oracle(model, ids) for ids in texts]
+    model.unload()
+    return found
+
+
 def oracle(model, ids: list[int]) -> np.ndarray:
     tokens = torch.tensor([ids], device=next(model.parameters()).device)
     with torch.no_grad():
@@ -137,12 +153,16 @@ def mean_gap(left, right) -> float:
 
 
 def report(rows: list[dict], device: str, out: Path | None) -> None:
-    print(f"{'adapter':16} {'error':>8} {'effect':>8} {'share':>7}   nats, mean over tokens")
+    print(f"{'adapter':16} {'error':>8} {'effect':>8} {'share':>7} {'PEFT in bf16':>13}   nats")
     for row in rows:
-        share = row["error"] / row["effect"] if "effect" in row else float("nan")
-        row["share"] = share
-        effect = row.get("effect", float("nan"))
-        print(f"{row['adapter']:16} {row['error']:8.4f} {effect:8.3f} {100 * share:6.2f} %")
+        nan = float("nan")
+        row["share"], row["peft_share"] = (
+            row.get(error, nan) / row.get("effect", nan) for error in ("error", "peft_error")
+        )
+        print(
+            f"{row['adapter']:16} {row['error']:8.4f} {row.get('effect', nan):8.3f} "
+            f"{100 * row['share']:6.2f}% {100 * row['peft_share']:12.2f}%"
+        )
     versions = {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
     facts = {"jax backend": jax.default_backend(), "oracle on": device, "versions": versions}
     if out:

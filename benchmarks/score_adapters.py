@@ -33,7 +33,9 @@ def main() -> None:
     args = parser.parse_args()
     folders = demo_adapters()
     peft = json.loads((folders["sst2-lora"].parent / "scores.json").read_text())
-    engine = Engine.from_pretrained(args.model, dtype=args.dtype, max_adapters=len(folders))
+    engine = Engine.from_pretrained(
+        args.model, dtype=args.dtype, max_adapters=len(folders), memory=2 << 30
+    )
     for name, folder in folders.items():
         engine.add_adapter(name, folder)
     chat = tasks.Chat(

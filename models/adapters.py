@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import jax
 
+from scute_jax.entries import EMBEDDING
+from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm
 from scute_jax.stack import stack
+
+# What the forward pass computes at sites that are no projections (see normal_form.py).
+SLOTS_OF_NORMS = frozenset({"s", "b", "S"})
+SLOTS_OF_EMBEDDING = frozenset({"s", "b", "rows", "terms"})
 
 
 def for_llama(adapter: Adapter) -> Adapter:
@@ -25,4 +31,30 @@ def for_llama(adapter: Adapter) -> Adapter:
             sites[up] = stack(sites.get(up, NormalForm()), NormalForm(s=form.R[:, 0, 0]))
             sites[site] = replace(form, R=None)
     changed = {site: form for site, form in sites.items() if jax.tree.leaves(form)}
+    for site, form in changed.items():
+        _check_slots(site, form)
     return replace(adapter, sites=changed)
+
+
+def vocabulary(adapter: Adapter | None, base: int) -> int:
+    """How many tokens a tenant has: those of the base, and those that its adapter adds."""
+    rows = None if adapter is None else adapter.sites.get(EMBEDDING, NormalForm()).rows
+    return base if rows is None or not len(rows.ids) else max(base, int(rows.ids.max()) + 1)
+
+
+def is_norm(site: str) -> bool:
+    return site == "norm" or site.endswith("layernorm")
+
+
+def _check_slots(site: str, form: NormalForm) -> None:
+    """Raises AdapterError for a slot that the forward pass does not compute at this site."""
+    used = {*form.live, *(["terms"] if form.terms else [])}
+    served = SLOTS_OF_NORMS if is_norm(site) else SLOTS_OF_EMBEDDING
+    if is_norm(site) or site == EMBEDDING:
+        if odd := used - served:
+            raise AdapterError(
+                f"{site}: its form has {', '.join(sorted(odd))}, but served here are "
+                f"{', '.join(sorted(served))} (terms without shared pairs)."
+            )
+    elif form.rows is not None and site != "lm_head":
+        raise AdapterError(f"{site}: rows replace tokens, and only {EMBEDDING} and lm_head have.")

@@ -14,6 +14,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from scute_jax.apply import SiteParams, apply_fused
+from scute_jax.apply_embedding import apply_embedding
+from scute_jax.apply_norm import apply_norm
+from scute_jax.entries import EMBEDDING
 from scute_jax.kernels import Implementation, paged_attention
 from scute_jax.models.cache import KVCache, write_pages
 from scute_jax.models.config import LlamaConfig
@@ -61,15 +64,20 @@ def forward(
     precision would round it twice a layer); norms, rope, softmax and all sums are float32.
     """
     dtype = params.embed_tokens.dtype
-    x = jnp.take(params.embed_tokens, jnp.reshape(batch.tokens, (-1,)), axis=0, mode="clip")
-    x = x.astype(jnp.float32)  # the residual stream
+    token = jnp.reshape(batch.tokens, (-1,))
+    x = apply_embedding(params.embed_tokens, _of(slots, EMBEDDING), token, segments)
+
+    def norm(x: Array, weight: Array, site: str) -> Array:
+        x = apply_norm(normalised(x, config.rms_norm_eps), weight, _of(slots, site), segments)
+        return x.astype(dtype)
+
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     places = _places(batch, cache)
     k_pages, v_pages = list(cache.k), list(cache.v)
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation)
-        h = rms_norm(x, layer.input_layernorm, config.rms_norm_eps).astype(dtype)
-        # What is rotated or added to the residual stream stays float32 until then.
+        h = norm(x, layer.input_layernorm, f"layers.{i}.input_layernorm")
+        # What is rotated, multiplied or added to the residual stream stays float32 until then.
         q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
         q, k = (_rotate(_heads(part, config), rope).astype(dtype) for part in (q, k))
         k_pages[i] = write_pages(k_pages[i], k, *places)
@@ -86,11 +94,12 @@ def forward(
         attended = jnp.reshape(attended, (x.shape[0], -1))
         (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
         x = x + o
-        h = rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps).astype(dtype)
-        gate, up = site("mlp", ("gate_proj", "up_proj"), h)
-        (down,) = site("mlp", ("down_proj",), _gated(gate, up), out_dtype=jnp.float32)
+        h = norm(x, layer.post_attention_layernorm, f"layers.{i}.post_attention_layernorm")
+        gate, up = site("mlp", ("gate_proj", "up_proj"), h, out_dtype=jnp.float32)
+        gated = _gated(gate, up).astype(dtype)
+        (down,) = site("mlp", ("down_proj",), gated, out_dtype=jnp.float32)
         x = x + down
-    hidden = rms_norm(x, params.norm, config.rms_norm_eps).astype(dtype)
+    hidden = norm(x, params.norm, "norm")
     return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
 
 
@@ -102,23 +111,25 @@ def logits(
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "t vocab"]:
-    """The logits of rows of final hidden states, in float32."""
+    """The logits of rows of final hidden states, in float32.
+
+    Tokens that adapters add stand behind those of the base, see `apply_fused`.
+    """
     head = params.linear("lm_head")
-    site = SiteParams(head.weight, head.bias, slots.get("lm_head", SiteSlots()))
+    site = SiteParams(head.weight, head.bias, _of(slots, "lm_head"))
     (out,) = apply_fused(
         (site,), hidden, segments, out_dtype=jnp.float32, implementation=implementation
     )
     return out
 
 
-def rms_norm(x: Float[Array, "t d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "t d"]:
-    """x / sqrt(mean(x^2) + eps) * weight. Source: RMSNorm (arXiv:1910.07467) eq. 4.
+def normalised(x: Float[Array, "t d"], eps: float) -> Float[Array, "t d"]:
+    """x / sqrt(mean(x^2) + eps), which a norm multiplies with its weight.
 
-    Dtypes: float32 throughout.
+    Source: RMSNorm (arXiv:1910.07467) eq. 4. Dtypes: float32 throughout.
     """
     x = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * scale * weight.astype(jnp.float32)[None, :]
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 class _Sites:
@@ -137,13 +148,16 @@ class _Sites:
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)
         site = f"{self.prefix}.{module}.{name}"
-        return SiteParams(linear.weight, linear.bias, self.slots.get(site, SiteSlots()))
+        return SiteParams(linear.weight, linear.bias, _of(self.slots, site))
+
+
+def _of(slots: Slots, site: str) -> SiteSlots:
+    return slots.get(site, SiteSlots())
 
 
 def _gated(gate: Float[Array, "t f"], up: Float[Array, "t f"]) -> Float[Array, "t f"]:
     """silu(gate) * up. Source: SwiGLU (arXiv:2002.05202) eq. 6."""
-    wide = gate.astype(jnp.float32)
-    return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(gate.dtype)
+    return gate * jax.nn.sigmoid(gate) * up
 
 
 def _heads(x: Float[Array, "t w"], config: LlamaConfig) -> Float[Array, "t h dh"]:

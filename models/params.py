@@ -7,6 +7,7 @@ Face model without the leading `model.`; `LlamaParams.linear` looks them up.
 from flax import struct
 from jaxtyping import Array, Float
 
+NORM_SITES = ("input_layernorm", "post_attention_layernorm")
 ATTENTION_SITES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_SITES = ("gate_proj", "up_proj", "down_proj")
 
@@ -45,6 +46,16 @@ class LlamaParams:
     layers: tuple[Layer, ...]
     norm: Float[Array, "d"]
     lm_head: Linear | None = None
+
+    def norm_weight(self, site: str) -> Float[Array, "d"]:
+        """The weight of a norm: "layers.3.input_layernorm", "norm". KeyError if none."""
+        if site == "norm":
+            return self.norm
+        parts = site.split(".")
+        if len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit():
+            if parts[2] in NORM_SITES and int(parts[1]) < len(self.layers):
+                return getattr(self.layers[int(parts[1])], parts[2])
+        raise KeyError(site)
 
     def linear(self, site: str) -> Linear:
         """The projection of a site: "layers.3.mlp.up_proj", "lm_head". KeyError if none."""
