@@ -1,7 +1,7 @@
 """An adapter as a checkpoint that PEFT loads and runs to the same numbers.
 
 What is written follows from the normal forms, not from where they came from: no slot but b and
-terms is a LoRA (a shared pair alone a VeRA), a rotation alone an OFT, a scale of the output or of
+terms is a LoRA (one shared pair alone a VeRA), a rotation alone an OFT, a scale of the output or of
 the input alone an (IA)3, s and b an SSF, s and terms a DoRA. Any stack that ends in one of these
 can be written; another mix of slots has no PEFT method of its own and is refused.
 """
@@ -9,7 +9,7 @@ can be written; another mix of slots has no PEFT method of its own and is refuse
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from scute_jax.delta import term_factors
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.peft.base import EMBEDDING as TOKENS
 from scute_jax.peft.base import HEAD
 from scute_jax.peft.checkpoint import CONFIG, SAFETENSORS
 from scute_jax.peft.dora import MAGNITUDE, column_norms
@@ -61,11 +63,12 @@ def save_peft(adapter: Adapter, path: str | PathLike, params: Any = None) -> Non
 def _writer(adapter: Adapter, forms: Forms):
     """The function that writes an adapter of these slots."""
     used = {_slots(form) for form in forms.values()}
+    _check_sites(forms)
     if adapter.method == "SSF" and used <= {"", "s", "b", "sb"}:
         return _ssf
     if used == {"p"} and len({f.terms[0].pair for f in forms.values()}) == 1:
         return _vera
-    if all(not set(slots) & set("Rvs") for slots in used):
+    if all(set(slots) <= set("bpt") for slots in used):
         return _lora
     if used <= {"R"}:
         return _oft
@@ -79,14 +82,26 @@ def _writer(adapter: Adapter, forms: Forms):
     module = next(name for name, form in forms.items() if _slots(form) == odd)
     live = ", ".join(sorted(used))
     raise AdapterError(
-        f"{module}: no PEFT method has the slots of this adapter ({live}; R rotation, v input "
-        "scale, s, b, t terms, p shared pair); save its parts one by one, or convert it to a LoRA."
+        f"{module}: no PEFT method that is written here has the slots of this adapter ({live}; P, "
+        "R, Q rotations, v input scale, s, b, t terms, p shared pair, S sparse, T token rows); "
+        "save its parts one by one, keep the original, or make a LoRA of it (`scute convert`)."
     )
 
 
+def _check_sites(forms: Forms) -> None:
+    """Raises AdapterError for a site that is no projection and no embedding with terms alone."""
+    for module, form in forms.items():
+        is_linear = module == HEAD or module.endswith("_proj")
+        if not is_linear and not (module == TOKENS and _slots(form) in ("", "p", "t")):
+            raise AdapterError(
+                f"{module}: what an adapter does here is not written; keep its original "
+                "checkpoint, or leave the site out."
+            )
+
+
 def _slots(form: NormalForm) -> str:
-    """The parts that a form has: R (v with blocks of size 1), s, b, terms t, a single pair p."""
-    shared = len(form.terms) == 1 and form.terms[0].pair is not None
+    """The parts that a form has, a letter each; what they mean stands in the refusal above."""
+    shared = len(form.terms) == 1 and form.terms[0].pair is not None and form.terms[0].u is None
     named = {
         "R": form.R is not None and form.R.shape[-1] > 1,
         "v": form.R is not None and form.R.shape[-1] == 1,
@@ -94,6 +109,10 @@ def _slots(form: NormalForm) -> str:
         "b": form.b is not None,
         "p": shared,
         "t": bool(form.terms) and not shared,
+        "P": bool(form.P),
+        "Q": bool(form.Q),
+        "S": form.S is not None,
+        "T": form.rows is not None,
     }
     return "".join(name for name, has in named.items() if has)
 
@@ -101,9 +120,17 @@ def _slots(form: NormalForm) -> str:
 def _lora(forms: Forms, adapter: Adapter, params: Any) -> Written:
     """Terms side by side as one pair of factors with alpha = r; b as the bias of lora_B."""
     biased = any(form.b is not None for form in forms.values())
+    if biased and TOKENS in forms:
+        raise AdapterError(
+            f"{TOKENS}: PEFT has no lora_bias where a LoRA adapts the embedding, but other sites "
+            "of this adapter have a shift; save the two parts one by one."
+        )
     tensors: Tensors = {}
     for module, form in forms.items():
         A, B = _factors(form.terms) if form.terms else _zero_factors(module, adapter)
+        if module == TOKENS:
+            tensors |= {f"{module}.lora_embedding_A": A.T, f"{module}.lora_embedding_B": B.T}
+            continue
         tensors |= {f"{module}.lora_A.weight": A.T, f"{module}.lora_B.weight": B.T}
         if biased:
             tensors[f"{module}.lora_B.bias"] = np.zeros(B.shape[1]) if form.b is None else form.b
@@ -112,17 +139,16 @@ def _lora(forms: Forms, adapter: Adapter, params: Any) -> Written:
 
 def _ranks(tensors: Tensors) -> dict[str, Any]:
     """r and alpha = r, with patterns for the modules of another rank than the most common."""
-    suffix = ".lora_A.weight"
-    ranks = {k.removesuffix(suffix): len(v) for k, v in tensors.items() if k.endswith(suffix)}
+    down = re.compile(r"\.lora_(embedding_A|A\.weight)$")
+    ranks = {down.sub("", name): len(A) for name, A in tensors.items() if down.search(name)}
     r = Counter(ranks.values()).most_common(1)[0][0]
     pattern = {re.escape(module): rank for module, rank in ranks.items() if rank != r}
     return {"r": r, "lora_alpha": r, "rank_pattern": pattern, "alpha_pattern": pattern}
 
 
 def _factors(terms: tuple[Term, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """A [d_in, r] and B [r, d_out] of all terms together, with d and e of shared pairs inside."""
-    A = [np.asarray(t.A) * (1.0 if t.d is None else np.asarray(t.d)) for t in terms]
-    B = [np.asarray(t.B) * (1.0 if t.e is None else np.asarray(t.e)) for t in terms]
+    """A [d_in, r] and B [r, d_out] of all terms together, with the vectors of pairs inside."""
+    A, B = zip(*map(term_factors, terms), strict=True)
     return np.concatenate(A, axis=1), np.concatenate(B, axis=0)
 
 
@@ -133,13 +159,21 @@ def _zero_factors(module: str, adapter: Adapter) -> tuple[np.ndarray, np.ndarray
 
 def _widths(module: str, adapter: Adapter) -> tuple[int, int]:
     """(d_in, d_out) of a site as the adapter's metadata has it."""
-    for site, *widths in adapter.info.get("widths", ()):
+    for site, *widths in _stated_widths(adapter.info):
         if _module(site) == module:
             return tuple(widths)
     raise AdapterError(
         f"{module}: the form of this site does not show its widths, and the adapter was not loaded "
         "from a checkpoint that did; leave the site out, or give it a term of zeros."
     )
+
+
+def _stated_widths(info: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The widths in the metadata of an adapter, and of those that it was stacked or scaled from."""
+    yield from info.get("widths", ())
+    parts = info.get("stack", ())
+    for metadata in (*parts, *info.get("scaled", (0.0,))[1:]):
+        yield from _stated_widths(dict(metadata))
 
 
 def _vera(forms: Forms, adapter: Adapter, params: Any) -> Written:

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_oracle import compare, peft, quiet, save_adapter
+from peft_oracle import compare, load_with_peft, peft, quiet, save_adapter, torch
 from test_ssf import checkpoint as ssf_checkpoint
 from tiny_checkpoints import CONFIGS, random_params, write
 
-from scute_jax import Adapter, AdapterError, NormalForm, Term, stack
+from scute_jax import Adapter, AdapterError, NormalForm, Term, scaled, stack
+from scute_jax.normal_form import Blocks, Sparse, TokenRows
 from scute_jax.peft import load_peft, save_peft
-from scute_jax.peft.oft import cayley, neumann, neumann_coefficients, skew
+from scute_jax.peft.oft import neumann, neumann_coefficients, skew
+from scute_jax.peft.oft_blocks import cayley
 from scute_jax.peft.oft_inverse import cayley_inverse, neumann_inverse
 
 BASE, MODULES = "biased", ["q_proj", "v_proj", "up_proj", "down_proj"]
@@ -123,6 +125,100 @@ def test_a_dora_without_its_file_needs_a_base_that_fits(tmp_path: Path):
     )
     with pytest.raises(AdapterError, match=r"q_proj: its shift b is not bias \(1 - s\)"):
         save_peft(replaced, tmp_path / "x", PARAMS)
+
+
+TERMS_ONLY = {
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=MODULES),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=MODULES),
+    "hra": lambda: peft.HRAConfig(r=4, target_modules=MODULES),
+    "pvera": lambda: quiet(peft.PveraConfig, r=4, target_modules=MODULES),
+    "fourierft": lambda: peft.FourierFTConfig(n_frequency=9, target_modules=MODULES),
+}
+
+
+@pytest.mark.parametrize("name", TERMS_ONLY)
+def test_other_methods_of_terms_alone_are_written_as_such(name: str, tmp_path: Path):
+    adapter = loaded(TERMS_ONLY[name](), tmp_path)
+    save_peft(adapter, tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert config["peft_type"] == ("VERA" if name == "pvera" else "LORA")
+    compare(adapter, tmp_path / "ours", BASE, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["lora", "rslora with biases", "dora", "ia3", "vera", "oft"])
+def test_adapters_of_another_strength(name: str, tmp_path: Path):
+    """A share of a rotation is no rotation, so it has no OFT file; the others have their own."""
+    half = scaled(loaded(MADE[name](), tmp_path), 0.5)
+    if name == "oft":
+        with pytest.raises(AdapterError, match="its R is neither orthogonal nor a Neumann series"):
+            save_peft(half, tmp_path / "half")
+        return
+    save_peft(half, tmp_path / "half", PARAMS)
+    config = json.loads((tmp_path / "half" / "adapter_config.json").read_text())
+    assert config["peft_type"] == {"ia3": "IA3", "vera": "VERA"}.get(name, "LORA")
+    assert config.get("use_dora", False) == (name == "dora")
+    compare(half, tmp_path / "half", BASE, 2e-5)
+
+
+def test_shifts_keep_the_widths_of_stacks_and_scales(tmp_path: Path):
+    shift = loaded(peft.BeftConfig(target_modules=["v_proj"]), tmp_path)
+    lora = loaded(peft.LoraConfig(r=2, target_modules=["q_proj"]), tmp_path, 1)
+    both = stack(lora, scaled(shift, 0.5))
+    save_peft(both, tmp_path / "both")
+    compare(both, tmp_path / "both", BASE, 1e-5)
+
+
+def test_the_embedding_is_adapted_too(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    table = Term(*(rng.normal(size=s).astype(np.float32) for s in ((97, 3), (3, 48))))
+    query = Term(*(rng.normal(size=s).astype(np.float32) for s in ((48, 2), (2, 72))))
+    sites = {
+        "embed_tokens": NormalForm(terms=(table,)),
+        "layers.0.self_attn.q_proj": NormalForm(terms=(query,)),
+    }
+    save_peft(Adapter(sites, "LORA", "0"), tmp_path)
+    model = load_with_peft(tmp_path, BASE)
+    embedding = model.base_model.model.get_submodule("model.embed_tokens")
+    rows = embedding(torch.arange(97)).detach().numpy()
+    expected = PARAMS["model.embed_tokens.weight"] + table.A @ table.B
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+    shifted = sites | {"layers.0.self_attn.q_proj": NormalForm(b=np.ones(72), terms=(query,))}
+    with pytest.raises(AdapterError, match="embed_tokens: PEFT has no lora_bias where"):
+        save_peft(Adapter(shifted, "LORA", "0"), tmp_path)
+
+
+EYES = Blocks(np.tile(np.eye(4, dtype=np.float32), (12, 1, 1)))
+ONE = np.ones(1, np.int64)
+UNWRITTEN = {
+    "q_proj: no PEFT method.*tP": dict(P=(EYES,)),
+    "q_proj: no PEFT method.*tQ": dict(Q=(EYES,)),
+    "q_proj: no PEFT method.*tS": dict(S=Sparse(ONE, ONE, np.ones(1, np.float32))),
+    "q_proj: no PEFT method.*tT": dict(rows=TokenRows(ONE, np.ones((1, 48), np.float32))),
+}
+
+
+@pytest.mark.parametrize("reason", UNWRITTEN)
+def test_no_slot_is_left_out(reason: str, tmp_path: Path):
+    term = Term(np.ones((48, 2), np.float32), np.ones((2, 72), np.float32))
+    form = NormalForm(terms=(term,), **UNWRITTEN[reason])
+    with pytest.raises(AdapterError, match=reason):
+        save_peft(Adapter({"layers.0.self_attn.q_proj": form}, "X", "0"), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_input_vector_of_a_pair_is_written(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    A, B, u = (rng.normal(size=s).astype(np.float32) for s in ((48, 2), (2, 72), (48,)))
+    form = NormalForm(terms=(Term(A, B, u=u, pair="some pair"),))
+    adapter = Adapter({"layers.0.self_attn.q_proj": form}, "X", "0")
+    save_peft(adapter, tmp_path)
+    compare(adapter, tmp_path, BASE, 1e-5)
+
+
+def test_sites_that_are_no_projection_are_refused(tmp_path: Path):
+    norm = NormalForm(s=np.full(48, 2.0, np.float32))
+    with pytest.raises(AdapterError, match="input_layernorm: what an adapter does here is not"):
+        save_peft(Adapter({"layers.0.input_layernorm": norm}, "LN_TUNING", "0"), tmp_path)
 
 
 def test_ssf_comes_back_as_it_was(tmp_path: Path):
