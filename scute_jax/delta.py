@@ -5,7 +5,7 @@
 D stays a product of two thin factors where the form leaves W alone. Everything is in float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from scute_jax.blocks import blocks_times, times_blocks
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
-from scute_jax.normal_form import Blocks, NormalForm, Sparse, Term, TokenRows
+from scute_jax.normal_form import Blocks, NormalForm, Term, TokenRows
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,6 @@ class Delta:
     right: Float[np.ndarray, "k d_out"] | None = None
     shift: Float[np.ndarray, "d_out"] | None = None
 
-    @property
-    def d_out(self) -> int:
-        return (self.left if self.right is None else self.right).shape[1]
-
     def matrix(self) -> Float[np.ndarray, "d_in d_out"]:
         return self.left if self.right is None else self.left @ self.right
 
@@ -37,30 +33,49 @@ def delta_of(
     W: Float[np.ndarray, "d_in d_out"],
     bias: Float[np.ndarray, "d_out"] | None = None,
 ) -> Delta:
-    """D and b' of a form over x W + bias; at an embedding, W holds the row of every token."""
-    form = fold(form)
-    if form.rows is not None and len(form.live) + len(form.terms) > 1:
-        raise AdapterError("it replaces rows of the vocabulary and changes them besides.")
-    d_in, d_out = W.shape
+    """D and b' of a form over x W + bias; at an embedding, W holds the row of every token.
+
+    Raises: AdapterError where the form has tokens that W has not.
+    """
+    form, (d_in, d_out) = fold(form), W.shape
     factors = [term_factors(term) for term in form.terms]
-    if form.rows is not None:
-        factors.append(_replaced(form.rows, W))
     A = np.concatenate([np.zeros((d_in, 0)), *(a for a, _ in factors)], axis=1)
     B = np.concatenate([np.zeros((0, d_out)), *(b for _, b in factors)], axis=0)
     shift = None if form.b is None else np.float64(form.b)
     acts = bool(form.P or form.Q or form.R is not None or form.s is not None)
     if not acts and form.S is None and 2 * A.shape[1] <= min(d_in, d_out):
-        return Delta(A, B, _none_if_zero(shift))
-    D = A @ B
-    if acts:
-        W = np.float64(W)
-        D += _behind(form, _before(form, W)) - W
-        if bias is not None:
-            moved = _behind(form, np.float64(bias)[None])[0] - bias
-            shift = moved if shift is None else shift + moved
-    if form.S is not None:
-        _add_sparse(D, form.S)
-    return Delta(D, None, _none_if_zero(shift))
+        delta = Delta(A, B, shift)
+    else:
+        D = A @ B
+        if acts:
+            W = np.float64(W)
+            D += _behind(form, _before(form, W)) - W
+            if bias is not None:
+                moved = _behind(form, np.float64(bias)[None])[0] - bias
+                shift = moved if shift is None else shift + moved
+        if form.S is not None:
+            np.add.at(D, (np.asarray(form.S.rows), np.asarray(form.S.cols)), form.S.values)
+        delta = Delta(D, None, shift)
+    delta = delta if form.rows is None else _with_rows(delta, form.rows, W)
+    shift = delta.shift
+    return delta if shift is None or shift.any() else replace(delta, shift=None)
+
+
+def through_norm(
+    delta: Delta,
+    W: Float[np.ndarray, "d_in d_out"],
+    s: Float[np.ndarray, "d_in"] | None,
+    b: Float[np.ndarray, "d_in"] | None,
+) -> Delta:
+    """The delta of a projection that reads y s + b of an adapted norm where the base reads y."""
+    whole = np.float64(W) + delta.matrix()
+    shift = delta.shift
+    if b is not None:
+        moved = np.float64(b) @ whole
+        shift = moved if shift is None else shift + moved
+    if s is None:
+        return replace(delta, shift=shift)
+    return Delta(np.float64(s)[:, None] * whole - W, None, shift)
 
 
 def term_factors(
@@ -88,24 +103,40 @@ def _behind(form: NormalForm, W: np.ndarray) -> np.ndarray:
     return W if form.s is None else W * np.float64(form.s)
 
 
-def _replaced(rows: TokenRows, W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What replaced tokens differ by: rows of an embedding, or columns of a head.
+def _with_rows(delta: Delta, rows: TokenRows, W: np.ndarray) -> Delta:
+    """The delta whose tokens of `rows` come out as these: rows of an embedding, columns of a head.
 
-    The side whose width is that of the rows tells which of the two it is.
+    The width of the rows tells which of the two it is.
     """
     ids, new = np.asarray(rows.ids), np.float64(rows.rows)
-    if W.shape[1] == new.shape[1]:
-        chosen = np.zeros((W.shape[0], len(ids)))
-        chosen[ids, np.arange(len(ids))] = 1
-        return chosen, new - np.float64(W[ids])
-    chosen = np.zeros((len(ids), W.shape[1]))
-    chosen[np.arange(len(ids)), ids] = 1
-    return (new - np.float64(W[:, ids].T)).T, chosen
+    is_embedding = W.shape[1] == new.shape[1]
+    tokens = W.shape[0] if is_embedding else W.shape[1]
+    if (ids >= tokens).any():
+        raise AdapterError(
+            f"it adds tokens ({ids.max()} and fewer) to a vocabulary of {tokens}, and a LoRA "
+            "cannot; resize the base first."
+        )
+    is_new = np.isin(np.arange(tokens), ids)
+    if not is_embedding:
+        return _with_columns(delta, ids, is_new, new.T - np.float64(W[:, ids]))
+    change = new - np.float64(W[ids]) - (0 if delta.shift is None else delta.shift)
+    left = np.where(is_new[:, None], 0, delta.left)
+    if delta.right is None:
+        left[ids] = change
+        return replace(delta, left=left)
+    return replace(
+        delta,
+        left=np.hstack([left, np.float64(np.arange(tokens)[:, None] == ids)]),
+        right=np.vstack([delta.right, change]),
+    )
 
 
-def _add_sparse(D: Float[np.ndarray, "d_in d_out"], S: Sparse) -> None:
-    np.add.at(D, (np.asarray(S.rows), np.asarray(S.cols)), np.float64(S.values))
-
-
-def _none_if_zero(shift: np.ndarray | None) -> np.ndarray | None:
-    return shift if shift is not None and shift.any() else None
+def _with_columns(delta: Delta, ids: np.ndarray, is_new: np.ndarray, change: np.ndarray) -> Delta:
+    shift = None if delta.shift is None else np.where(is_new, 0, delta.shift)
+    if delta.right is None:
+        left = delta.left.copy()
+        left[:, ids] = change
+        return Delta(left, None, shift)
+    right = np.where(is_new, 0, delta.right)
+    chosen = np.float64(ids[:, None] == np.arange(len(is_new)))
+    return Delta(np.hstack([delta.left, change]), np.vstack([right, chosen]), shift)
