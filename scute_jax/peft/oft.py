@@ -6,7 +6,8 @@ by row, k the block size. R by the exact Cayley transform is (I - Q) (I + Q)^-1,
 series (the default) I + 2 Q + 2 Q^2 + ..., which is not orthogonal.
 
 Files of PEFT 0.14 and 0.15 hold oft_r [blocks, k, k] = M and oft_s [d_out, 1]:
-F(x) = ((x R) W) * s + bias with Q = (M - M^T) / 2 and the exact transform.
+F(x) = ((x R) W) * s + bias with Q = (M - M^T) / 2 and the exact transform. Those of PEFT 0.7 to
+0.13 lack oft_block_size and rotate the output: oft_output.py.
 """
 
 import math
@@ -16,6 +17,8 @@ import numpy as np
 from jaxtyping import Float
 
 from scute_jax.normal_form import NormalForm
+from scute_jax.peft.oft_blocks import Blocks, cayley, eps_of, projected, repeated
+from scute_jax.peft.oft_output import of_the_output
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -28,12 +31,12 @@ INERT = (
 )
 AGREE = 1e-5  # two series are one function if they differ by less than this share of R - I
 
-Blocks = Float[np.ndarray, "n k k"]
-
 
 @register("OFT", live="R", inert=INERT)
 def oft(site: Site) -> NormalForm:
     """(x R) W, R = cayley(Q)"""
+    if site.option("oft_block_size") is None and site.shape("oft_R.weight") is None:
+        return of_the_output(site)
     if site.shape("oft_r") is not None:
         return _of_peft_0_14(site)
     k = block_size(site)
@@ -41,8 +44,8 @@ def oft(site: Site) -> NormalForm:
     stored = 1 if shared else site.d_in // k
     Q = skew(site.tensor("oft_R.weight", (stored, k * (k - 1) // 2)).astype(np.float64), k)
     if site.option("coft", False, kind=bool):
-        Q = projected(Q, _eps(site) / math.sqrt(stored))
-    return NormalForm(R=_repeated(_rotation(site, Q), site.d_in))
+        Q = projected(Q, eps_of(site) / math.sqrt(stored))
+    return NormalForm(R=repeated(_rotation(site, Q), site.d_in))
 
 
 def block_size(site: Site) -> int:
@@ -50,13 +53,7 @@ def block_size(site: Site) -> int:
 
     Source: update_layer of OFTLayer.
     """
-    if site.option("oft_block_size", kind=int) is None:
-        site.refuse_field(
-            "oft_block_size",
-            "files of PEFT 0.13 and before lack it; they rotate the output of a module, which is "
-            "not served. Train again with a newer PEFT",
-        )
-    r, k = site.option("r", 0, kind=int), site.option("oft_block_size", kind=int)
+    r, k = site.option("r", 0, kind=int), site.option("oft_block_size", kind=int, required=True)
     if min(r, k) < 0 or (r == 0) == (k == 0):
         site.refuse_field("r", f"exactly one of r and oft_block_size ({k}) has to be positive")
     return nearest_divisor(site.d_in, k) if k else site.d_in // nearest_divisor(site.d_in, r)
@@ -79,21 +76,6 @@ def skew(upper: Float[np.ndarray, "n k*(k-1)/2"], k: int) -> Blocks:
     Q = np.zeros((len(upper), k, k), upper.dtype)
     Q[:, *np.triu_indices(k, 1)] = upper
     return Q - np.swapaxes(Q, 1, 2)
-
-
-def projected(blocks: Blocks, radius: float) -> Blocks:
-    """Each block scaled down to Frobenius norm `radius`, if its norm is larger: constrained OFT."""
-    norms = np.sqrt(np.sum(np.square(blocks), axis=(1, 2), keepdims=True))
-    return np.where(norms <= radius, blocks, radius * blocks / np.where(norms > 0, norms, 1))
-
-
-def cayley(Q: Blocks) -> Blocks:
-    """(I - Q) (I + Q)^-1, orthogonal for skew-symmetric Q."""
-    eye = np.eye(Q.shape[-1])
-    # X (I + Q) = I - Q, transposed; I + Q is never singular, its eigenvalues are 1 + i t.
-    return np.swapaxes(
-        np.linalg.solve(np.swapaxes(eye + Q, 1, 2), np.swapaxes(eye - Q, 1, 2)), 1, 2
-    )
 
 
 def neumann(Q: Blocks, coefficients: tuple[float, ...]) -> Blocks:
@@ -158,20 +140,7 @@ def _of_peft_0_14(site: Site) -> NormalForm:
     M = site.tensor("oft_r", (stored, k, k)).astype(np.float64)
     s = site.tensor("oft_s", (site.d_out, 1)).reshape(-1)
     if site.option("coft", False, kind=bool):
-        M = projected(M, _eps(site) * math.ceil(site.d_out / blocks) ** 2 / math.sqrt(stored))
+        M = projected(M, eps_of(site) * math.ceil(site.d_out / blocks) ** 2 / math.sqrt(stored))
     R = cayley((M - np.swapaxes(M, 1, 2)) / 2)
     bias = site.bias("OFT of PEFT 0.14 leaves it unscaled")
-    return NormalForm(R=_repeated(R, site.d_in), s=s, b=None if bias is None else bias * (1 - s))
-
-
-def _eps(site: Site) -> float:
-    eps = site.option("eps", 6e-5, kind=float)
-    if eps < 0:
-        site.refuse_field("eps", "needed a radius, at least 0")
-    return eps
-
-
-def _repeated(blocks: Blocks, d_in: int) -> Float[np.ndarray, "d_in/k k k"]:
-    """All blocks of R; one that all share is held once, as a view that repeats it."""
-    k = blocks.shape[-1]
-    return np.broadcast_to(np.asarray(blocks, np.float32), (d_in // k, k, k))
+    return NormalForm(R=repeated(R, site.d_in), s=s, b=None if bias is None else bias * (1 - s))

@@ -7,7 +7,8 @@ those of R are p(i t), and t is found from them. Each inverse is checked by comp
 import numpy as np
 from jaxtyping import Complex, Float
 
-from scute_jax.peft.oft import Blocks, cayley, neumann
+from scute_jax.peft.oft import neumann
+from scute_jax.peft.oft_blocks import Blocks, cayley
 
 CLOSE, ROUNDING = 1e-5, 5e-7  # share of R - I, and float32 rounding of numbers near 1
 

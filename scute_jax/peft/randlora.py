@@ -1,20 +1,20 @@
 """RandLoRA:  F(x) = x W + bias + c sum_j (((x B_j) * d_j) A) * e_j,   B_j and A random and shared.
 
+Where d_in <= d_out, the other way about:  c sum_j (((x * e_j) A^T) * d_j) B_j^T.
+
 Source: RandLoRA (arXiv:2502.00987); get_scaled_bases of peft/tuners/randlora/layer.py. c is
-randlora_alpha / r; j runs over K = ceil(d_out / r) bases, so that their sum has full rank. Tensors
-at each module: randlora_lambda [r, K], whose columns are d_j, and randlora_gamma [K, d_out], whose
-rows are e_j. For the whole adapter, with largest and smallest of the adapted widths: randlora_A
-[r, 1, smallest], of which a module uses the first d_out columns, and randlora_B [largest, bases,
-r], of which it uses the first d_in rows and K bases. PEFT flattens the bases of B and those of A
-over rank and base in opposite orders: basis j consists of columns j, j + K, j + 2 K, ... of the
-flat B. That mismatch is part of the function.
+randlora_alpha / r; j runs over K = ceil(n / r) bases with n = min(d_in, d_out), so that their sum
+has full rank. Tensors at each module: randlora_lambda [r, K], whose columns are d_j, and
+randlora_gamma [K, n], whose rows are e_j. For the whole adapter, with largest and smallest of the
+adapted widths: randlora_A [r, 1, smallest], of which a module uses the first n columns, and
+randlora_B [largest, bases, r], of which it uses the first max(d_in, d_out) rows and K bases. PEFT
+flattens the bases of B and those of A over rank and base in opposite orders: basis j consists of
+columns j, j + K, j + 2 K, ... of the flat B. That mismatch is part of the function.
 
 Files hold a copy of A and B at every module (save_projection, the default), or none. Sparse bases
 (sparse, very_sparse) are drawn from projection_prng_key in float32, A before B. Dense ones are
 drawn in bfloat16 or float16, whichever the machine of the training had, and releases of torch
 differ in how; so a file without them does not say what they are.
-
-Where d_in <= d_out, e_j scales the input instead, (((x * e_j) A) * d_j) B_j: not served yet.
 """
 
 import math
@@ -43,37 +43,31 @@ NAMES = ("randlora_A", "randlora_B")
 Bases = tuple[Float[np.ndarray, "r D_out"], Float[np.ndarray, "D_in bases*r"], str]
 
 
-@register("RANDLORA", live="de", inert=INERT)
+@register("RANDLORA", live="ude", inert=INERT)
 def randlora(site: Site) -> NormalForm:
-    """x W + c sum_j (((x B_j) * d_j) A) * e_j"""
+    """x W + c sum_j (((x B_j) * d_j) A) * e_j, or (((x * e_j) A) * d_j) B_j"""
     r = site.option("r", 32, kind=int)
     if r < 1:
         site.refuse_field("r", "needed at least 1")
     c = site.option("randlora_alpha", 640, kind=float) / r
-    if site.d_in <= site.d_out:
-        site.refuse(
-            f"its input is not wider than its output ({site.d_in} and {site.d_out}), and there "
-            "RandLoRA scales the input of each of its terms, which is not served yet. Convert the "
-            "adapter to a LoRA with `scute convert`, or train with target_modules that narrow."
-        )
-    K = -(-site.d_out // r)
+    n, widest = sorted((site.d_in, site.d_out))
+    K = -(-n // r)
     d = site.tensor("randlora_lambda", (r, K))
-    e = site.tensor("randlora_gamma", (K, site.d_out))
+    e = site.tensor("randlora_gamma", (K, n))
     if site.shape("randlora_gamma") is None:
         return NormalForm()  # it is missing, and nothing says that r is a size to draw
     A, B, digest = _bases(site, r)
-    flat = B[: site.d_in, : K * r]
-    terms = (
-        Term(
-            flat[:, j::K],
-            A[:, : site.d_out],
-            c=c,
-            d=d[:, j],
-            e=e[j],
-            pair=f"randlora:{digest}:{j}:{K}",
+    key, narrow, flat = f"{digest}:{K}", A[:, :n], B[:widest, : K * r]
+    if site.d_in > site.d_out:
+        terms = (
+            Term(flat[:, j::K], narrow, c=c, d=d[:, j], e=e[j], pair=f"randlora:{key}:{j}")
+            for j in range(K)
         )
-        for j in range(K)
-    )
+    else:
+        terms = (
+            Term(narrow.T, flat[:, j::K].T, c=c, d=d[:, j], u=e[j], pair=f"randlora^T:{key}:{j}")
+            for j in range(K)
+        )
     return NormalForm(terms=tuple(terms))
 
 

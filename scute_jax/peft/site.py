@@ -145,6 +145,11 @@ class Site:
         key = (self._reading.names.shared if shared else self._names()).get(name)
         return None if key is None else self._reading.tensors.shapes[key]
 
+    def is_integer(self, name: str) -> bool:
+        """Whether a tensor at this module holds integers, True if there is none. Not a use."""
+        key = self._names().get(name)
+        return key is None or self._reading.tensors.read(key).dtype.kind in "iu"
+
     def ignore(self, *names: str) -> None:
         """Ticks off tensors at this module that change nothing, unread."""
         held = self._names()
@@ -183,6 +188,13 @@ class Site:
         """
         W = self._reading.weights.weight(self._projection, why)
         return W if as_held else as_float32(W)
+
+    def norm_weight(self, why: str) -> np.ndarray:
+        """The base's weight [d_in] of this norm, float32. Raises as `weight`."""
+        found = self._reading.weights.module_weight(self.module, why)
+        if found is None:
+            self.refuse("params lacks the weight of this norm; pass those of the whole base.")
+        return found
 
     def bias(self, why: str) -> np.ndarray | None:
         """The base's bias [d_out], float32; None if this projection has none."""

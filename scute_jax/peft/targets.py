@@ -15,7 +15,7 @@ from scute_jax.peft.options import Options
 ATTENTION = {kind: ("q_proj", "v_proj") for kind in ("llama", "mistral", "qwen2")}
 LIKE_LORA = """
     LORA VERA OFT LOHA LOKR GRALORA DELORA MISS UNILORA TINYLORA HRA DEFT PEANUT PSOFT POLY GLORA
-    BOFT PVERA FOURIERFT RANDLORA
+    BOFT PVERA FOURIERFT RANDLORA ROAD SHIRA SUPERTUNING WAVEFT
 """.split()
 DEFAULT_TARGETS = {
     **dict.fromkeys(LIKE_LORA, ATTENTION),
@@ -29,18 +29,30 @@ DEFAULT_TARGETS = {
     },
 }
 
+# Of methods that adapt no projections. qwen2: the table of PEFT has one norm only.
+OTHER_TARGETS = {
+    "LN_TUNING": {
+        "llama": ("input_layernorm", "post_attention_layernorm", "norm"),
+        "mistral": ("input_layernorm", "post_attention_layernorm", "norm"),
+        "qwen2": ("post_attention_layernorm",),
+    },
+    "TRAINABLE_TOKENS": dict.fromkeys(ATTENTION, (EMBEDDING,)),
+}
+
 Names = str | tuple[str, ...]
 
 
-def targeted(options: Options, base: Base) -> tuple[str, ...]:
+def targeted(options: Options, base: Base, norms: bool = False) -> tuple[str, ...]:
     """The paths of the adapted projections, and of the token embedding if it is one of them.
 
-    In the order of the modules of the base. Raises: AdapterError if a field is malformed, if two
+    In the order of the modules of the base; the `norms`, if the method adapts them, come last.
+    Raises: AdapterError if a field is malformed, if two
     contradict each other, or if nothing of the base is targeted.
     """
     wanted = options.names("target_modules")
     if wanted is None:
-        wanted = DEFAULT_TARGETS.get(options.fields["peft_type"], {}).get(base.model_type)
+        defaults = DEFAULT_TARGETS | OTHER_TARGETS
+        wanted = defaults.get(options.fields["peft_type"], {}).get(base.model_type)
     if wanted is None:
         options.refuse("target_modules", "which modules are adapted depends on it; state it")
     excluded = options.names("exclude_modules")
@@ -54,10 +66,13 @@ def targeted(options: Options, base: Base) -> tuple[str, ...]:
     if isinstance(wanted, str) and wanted.lower() == "all-linear":
         wanted = tuple(p.module for p in base.projections if p.module != HEAD)
     modules = (EMBEDDING, *(p.module for p in base.projections))
+    modules += tuple(p.module for p in base.norms) if norms else ()
+    saved = _saved(options)
     chosen = tuple(
         module
         for module in modules
         if not (excluded and matches(options, "exclude_modules", excluded, module))
+        and not any(match(options, "modules_to_save", re.match, s, module) for s in saved)
         and _is_target(options, wanted, layers, patterns, module)
     )
     if not chosen:
@@ -99,6 +114,14 @@ def _is_target(options: Options, wanted: Names, layers, patterns, module: str) -
         )
         found = next((m for m in tried if m is not None), None)
     return found is not None and int(found["idx"]) in layers
+
+
+def _saved(options: Options) -> list[str]:
+    """Patterns of the modules that modules_to_save takes out of the targets."""
+    names = options.names("modules_to_save") or ()
+    if isinstance(names, str):
+        options.refuse("modules_to_save", "needed a list of strings")
+    return [rf"(^|.*\.){name}($|\..*)" for name in names]
 
 
 def _layers(options: Options) -> Iterable[int] | None:

@@ -1,4 +1,7 @@
-"""BOFT against the PEFT library, which makes one factor where its CUDA extension is missing."""
+"""BOFT against the PEFT library, with and without its CUDA extension.
+
+Where the extension is missing, PEFT makes one factor. `BlockDiagonal` does what its kernel does.
+"""
 
 import json
 import warnings
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_oracle import compare, peft, quiet, save_adapter, serve
+from peft_oracle import compare, peft, quiet, save_adapter, serve, torch
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, projections, random_params, write
 
@@ -22,6 +25,14 @@ def without_extension(monkeypatch: pytest.MonkeyPatch):
     from peft.tuners.boft import layer
 
     monkeypatch.setattr(layer, "get_fbd_cuda", lambda: None)
+
+
+class BlockDiagonal:
+    """The forward of peft/tuners/boft/fbd: [z, n, k, k] to the diagonals of [z, n k, n k]."""
+
+    @staticmethod
+    def forward(blocks):
+        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
 
 
 def make(**fields) -> peft.BOFTConfig:
@@ -65,6 +76,50 @@ def test_every_option(size, factors, bias, init, chosen, layers, base):
     assert set(adapter.live) - {"b"} == {"R", "s"}
 
 
+# Width 48 has 12 blocks of size 4, 80 has 20, 72 has 18 (a multiple of 2 only).
+butterflies = st.one_of(
+    st.tuples(st.sampled_from([2, 4]), st.just(0), st.just(2), st.just(MODULES)),
+    st.tuples(st.just(0), st.sampled_from([2, 4]), st.just(2), st.just(MODULES)),
+    st.tuples(st.sampled_from([2, 4]), st.just(0), st.just(3), st.just(NARROW)),
+    st.tuples(st.just(0), st.just(8), st.just(4), st.just(["v_proj", "gate_proj"])),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=butterflies,
+    bias=st.sampled_from(["none", "all", "boft_only"]),
+    chosen=st.sets(st.integers(0, 6), min_size=1),
+    base=st.sampled_from(["plain", "biased"]),
+)
+def test_several_factors(size, bias, chosen, base):
+    block, number, factors, modules = size
+    config = make(
+        boft_block_size=block,
+        boft_block_num=number,
+        boft_n_butterfly_factor=factors,
+        bias=bias,
+        target_modules=[modules[i % len(modules)] for i in chosen],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: BlockDiagonal)
+        adapter = serve(config, base)
+    assert set(adapter.live) - {"b"} == {"P", "R", "s"}
+    for form in (f for f in adapter.sites.values() if f.P):
+        assert [blocks.values.shape for blocks in form.P] == [form.R.shape] * (factors - 1)
+
+
+def test_orders_are_shared_by_content(tmp_path: Path):
+    a, b = (
+        load_peft(write(tmp_path / str(i), *checkpoint(2, seed=i)), CONFIGS["plain"])
+        for i in range(2)
+    )
+    (first,), (second,) = (f["layers.0.self_attn.q_proj"].P for f in (a, b))
+    assert first.key == second.key and (first.order == second.order).all()
+    assert not np.allclose(first.values, second.values) and a.version != b.version
+    assert first.order[:8].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
 def test_the_base_bias_is_not_scaled(tmp_path: Path):
     folder = save_adapter(make(target_modules=["q_proj"]), "biased", tmp_path)
     adapter = load_peft(folder, CONFIGS["biased"], random_params("biased"))
@@ -74,22 +129,29 @@ def test_the_base_bias_is_not_scaled(tmp_path: Path):
         load_peft(folder, CONFIGS["biased"])
 
 
-def checkpoint(factors: int, blocks: int = 12) -> tuple[dict, dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
+def checkpoint(factors: int, seed: int = 0) -> tuple[dict, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
     tensors = {}
     for p in projections("plain"):
         if p.module.endswith("q_proj"):
             key = f"base_model.model.{p.module}"
-            shape = (factors, blocks, 4, 4)
+            shape = (factors, 12, 4, 4)
             tensors[f"{key}.boft_R"] = rng.normal(size=shape).astype(np.float32)
             tensors[f"{key}.boft_s"] = rng.normal(size=(p.d_out, 1)).astype(np.float32)
     fields = {"boft_block_size": 4, "boft_block_num": 0, "boft_n_butterfly_factor": factors}
     return {"peft_type": "BOFT", "target_modules": ["q_proj"], **fields}, tensors
 
 
-def test_several_factors_are_refused(tmp_path: Path):
-    with pytest.raises(AdapterError, match="boft_n_butterfly_factor.* 2 permuted factors"):
-        load_peft(write(tmp_path, *checkpoint(2)), CONFIGS["plain"])
+def test_factors_that_do_not_fit_are_refused(tmp_path: Path):
+    with pytest.raises(
+        AdapterError, match=r"is 4; it needs .* multiple of 2\^3 of them, but .* 12"
+    ):
+        load_peft(write(tmp_path, *checkpoint(4)), CONFIGS["plain"])
+    with pytest.raises(AdapterError, match=r"boft_R' has shape \[2, .*need \[1, .*or \[3, "):
+        config, tensors = checkpoint(2)
+        load_peft(
+            write(tmp_path, config | {"boft_n_butterfly_factor": 3}, tensors), CONFIGS["plain"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from tiny_checkpoints import CONFIGS, projections, random_params, write
 
 from scute_jax import AdapterError
 from scute_jax.peft import load_peft
-from scute_jax.peft.oft import cayley, nearest_divisor, neumann, neumann_coefficients, skew
+from scute_jax.peft.oft import nearest_divisor, neumann, neumann_coefficients, skew
+from scute_jax.peft.oft_blocks import cayley
 
 widths = st.integers(1, 120)
 
@@ -147,13 +148,6 @@ def test_the_format_of_peft_0_14(fields: dict, tmp_path: Path):
         assert np.allclose(blocks_of_ours, rotation, atol=1e-6)
         assert np.array_equal(form.s, s)
         assert np.allclose(form.b, params[f"{p.module}.bias"] * (1 - s), atol=1e-6)
-
-
-def test_the_format_of_peft_0_13_is_refused(tmp_path: Path):
-    config, tensors = checkpoint("oft_r", lambda d_in: (6, d_in // 6, d_in // 6), r=6)
-    config.pop("oft_block_size")
-    with pytest.raises(AdapterError, match="oft_block_size.*missing.*0.13.*rotate the output"):
-        load_peft(write(tmp_path, config, tensors), CONFIGS["plain"])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_oracle import compare, load_with_peft, peft, quiet, save_adapter, serve
 from safetensors.numpy import load_file, save_file
+from targets_drawn import modules
 from tiny_checkpoints import CONFIGS
 
 from scute_jax import AdapterError
 from scute_jax.peft import load_peft
 
-NARROWING = ("k_proj", "v_proj", "o_proj", "down_proj")  # d_in > d_out: 48, 72, 80 to 24 or 48
+# d_in > d_out for k, v, o and down: 48, 72, 80 to 24 or 48; o_proj of qwen2 is square.
 AT = "layers.0.self_attn.v_proj"
 
 
@@ -31,13 +32,11 @@ def make(**fields) -> peft.RandLoraConfig:
     saved=st.booleans(),
     bias=st.sampled_from(["none", "all", "randlora_only"]),
     init=st.booleans(),
-    modules=st.sets(st.sampled_from(NARROWING), min_size=1),
+    modules=modules,
     layers=st.sampled_from([None, [1], 0]),
     base=st.sampled_from(["plain", "biased", "qwen2"]),
 )
 def test_every_option(r, alpha, key, kind, saved, bias, init, modules, layers, base):
-    if base == "qwen2":
-        modules = modules - {"o_proj"} or {"down_proj"}  # it is square there
     config = make(
         r=r,
         randlora_alpha=alpha,
@@ -47,13 +46,14 @@ def test_every_option(r, alpha, key, kind, saved, bias, init, modules, layers, b
         save_projection=saved or kind == "dense",
         bias=bias,
         init_weights=init,
-        target_modules=list(modules),
+        target_modules=modules,
         layers_to_transform=layers,
     )
     adapter = serve(config, base)
-    assert set(adapter.live) - {"b"} == {"d", "e"}
     for form in (f for f in adapter.sites.values() if f.terms):
-        assert sum(term.rank for term in form.terms) >= form.terms[0].B.shape[1]
+        d_in, d_out = len(form.terms[0].A), form.terms[0].B.shape[1]
+        assert set(form.live) - {"b"} == ({"d", "e"} if d_in > d_out else {"u", "d"})
+        assert sum(term.rank for term in form.terms) >= min(d_in, d_out)
 
 
 def save(tmp_path: Path, name: str, seed: int = 0, **fields) -> Path:
@@ -84,12 +84,6 @@ def test_dense_bases_that_are_not_saved_are_refused_and_can_be_saved(tmp_path: P
     config.write_text(config.read_text().replace('projection": false', 'projection": true'))
     load_with_peft(folder, "plain").save_pretrained(tmp_path / "saved")
     compare(load_peft(tmp_path / "saved", CONFIGS["plain"]), tmp_path / "saved", "plain")
-
-
-def test_an_input_that_is_not_wider_than_the_output_is_refused(tmp_path: Path):
-    folder = save(tmp_path, "wide", target_modules=["v_proj", "up_proj"])
-    with pytest.raises(AdapterError, match=r"up_proj: its input is not wider.*48 and 80.*convert"):
-        load_peft(folder, CONFIGS["plain"])
 
 
 def changed(folder: Path, change) -> Path:
