@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from scute_jax.delta import Delta, delta_of, through_norm
+from scute_jax.delta import Delta, delta_of, norm_before, through_norm
 from scute_jax.entries import EMBEDDING
 from scute_jax.errors import AdapterError
 from scute_jax.identity import content_version
 from scute_jax.low_rank import Fit, Moments, fit
 from scute_jax.normal_form import Adapter, NormalForm, Term
-from scute_jax.peft.base import HEAD, Base
+from scute_jax.peft.base import Base
 from scute_jax.peft.weights import BaseWeights
 
 WHY = "what an adapter adds to a projection follows from its weights"
@@ -88,7 +88,7 @@ def deltas_of(adapter: Adapter, config: Any, params: Any) -> Iterator[tuple[str,
         E = weights.module_weight(f"model.{EMBEDDING}", WHY)
         yield EMBEDDING, _named(EMBEDDING, delta_of, adapter[EMBEDDING], E)
     for p in base.projections:
-        norm = norms.get(_norm_before(p.site))
+        norm = norms.get(norm_before(p.site))
         if p.site not in adapter and norm is None:
             continue
         W = weights.weight(p, WHY)
@@ -107,17 +107,6 @@ def _norms(adapter: Adapter) -> dict[str, NormalForm]:
                 "no LoRA of the projections behind it can follow."
             )
     return norms
-
-
-def _norm_before(site: str) -> str:
-    """The norm whose output a projection reads; "" if it reads none."""
-    layer, _, module = site.rpartition(".")
-    layer = layer.rpartition(".")[0]
-    if site == HEAD:
-        return "norm"
-    if module in ("q_proj", "k_proj", "v_proj"):
-        return f"{layer}.input_layernorm"
-    return f"{layer}.post_attention_layernorm" if module in ("gate_proj", "up_proj") else ""
 
 
 def _named(site: str, make: Callable[..., Delta], *args: Any) -> Delta:

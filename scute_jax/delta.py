@@ -78,6 +78,17 @@ def through_norm(
     return Delta(np.float64(s)[:, None] * whole - W, None, shift)
 
 
+def norm_before(site: str) -> str:
+    """The norm whose output a projection reads; "" if it reads none."""
+    layer, _, module = site.rpartition(".")
+    layer = layer.rpartition(".")[0]
+    if site == "lm_head":
+        return "norm"
+    if module in ("q_proj", "k_proj", "v_proj"):
+        return f"{layer}.input_layernorm"
+    return f"{layer}.post_attention_layernorm" if module in ("gate_proj", "up_proj") else ""
+
+
 def term_factors(
     term: Term,
 ) -> tuple[Float[np.ndarray, "d_in r"], Float[np.ndarray, "r d_out"]]:
