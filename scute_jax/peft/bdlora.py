@@ -60,6 +60,7 @@ def _blocks(site: Site) -> tuple[str | None, int]:
         or type(n) is not int
         or n < 1
         or not isinstance(strict, bool)
+        or not all(isinstance(parts, list) for parts in named)
         or not all(isinstance(part, str) for parts in named for part in parts)
         or set(named[0]) & set(named[1])
     ):

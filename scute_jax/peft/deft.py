@@ -17,7 +17,13 @@ from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
 LEAST = 1e-4  # share of a column of P that has to be orthogonal to those before it
-INERT = ("init_scale", "fan_in_fan_out", "deft_dropout", "init_weights")
+INERT = (
+    "init_scale",
+    "fan_in_fan_out",
+    "deft_dropout",
+    "init_weights",
+    "alpha",  # with para
+)
 
 
 @register("DEFT", inert=INERT)

@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Float
 
 from scute_jax.normal_form import NormalForm, Term
-from scute_jax.peft.oft import cayley, neumann, neumann_coefficients, projected, skew
+from scute_jax.peft.oft import neumann, neumann_coefficients, skew
+from scute_jax.peft.oft_blocks import cayley, projected
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -25,6 +26,7 @@ INERT = (
     "psoft_dropout",
     "fan_in_fan_out",
     "init_weights",
+    "use_cayley_neumann",  # with psoft_orth=false
     "num_cayley_neumann_terms",  # without use_cayley_neumann
     "cayley_neumann_eps",
     "psoft_svd_lowrank_niter",  # with psoft_svd="full"
@@ -79,7 +81,8 @@ def _neumann(site: Site, Q: Float[np.ndarray, "1 r r"]) -> Float[np.ndarray, "1 
 def _triplets(site: Site, r: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """U [d_in, r], S [r] and V [r, d_out] with W close to U diag(S) V, as PEFT gets them."""
     torch = _torch(site)
-    W = torch.from_numpy(np.array(site.weight("PSOFT turns its singular vectors").T))  # d_out, d_in
+    W = np.array(site.weight("PSOFT turns its singular vectors").T, order="C")  # d_out, d_in
+    W = torch.from_numpy(W)
     if site.option("psoft_svd", "full", choices=("full", "lowrank")) == "full":
         left, S, right = torch.linalg.svd(W, full_matrices=False)
     else:
