@@ -6,7 +6,7 @@ Every projection goes through `apply_fused`, so that each row gets its own adapt
 unrolled: a scan over stacked weights makes XLA copy them (measured three times slower on a GPU).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +56,15 @@ def forward(
     cache: KVCache,
     *,
     implementation: Implementation | None = None,
+    observe: Callable[[str, Array], None] | None = None,
 ) -> tuple[Float[Array, "t d"], KVCache]:
     """The final hidden states (after the last norm) of every row, and the cache with their keys.
 
-    `segments` says which adapter each row uses (t = n * size rows). Dtypes: activations have the
-    dtype of the embedding, except the residual stream between the layers, which is float32 (half
-    precision would round it twice a layer); norms, rope, softmax and all sums are float32.
+    `segments` says which adapter each row uses (t = n * size rows). `observe` is called with each
+    projection of a layer and the rows that it reads, traced ones under jit. Dtypes: activations
+    have the dtype of the embedding, except the residual stream between the layers, which is
+    float32 (half precision would round it twice a layer); norms, rope, softmax and all sums are
+    float32.
     """
     dtype = params.embed_tokens.dtype
     token = jnp.reshape(batch.tokens, (-1,))
@@ -75,7 +78,7 @@ def forward(
     places = _places(batch, cache)
     k_pages, v_pages = list(cache.k), list(cache.v)
     for i, layer in enumerate(params.layers):
-        site = _Sites(layer, slots, f"layers.{i}", segments, implementation)
+        site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
         h = norm(x, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
         q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
@@ -135,13 +138,16 @@ def normalised(x: Float[Array, "t d"], eps: float) -> Float[Array, "t d"]:
 class _Sites:
     """Applies projections of one layer together with the adapters at them."""
 
-    def __init__(self, layer: Layer, slots: Slots, prefix: str, segments: Segments, how):
+    def __init__(self, layer: Layer, slots: Slots, prefix: str, segments: Segments, how, observe):
         self.layer, self.slots, self.prefix = layer, slots, prefix
-        self.segments, self.how = segments, how
+        self.segments, self.how, self.observe = segments, how, observe
 
     def __call__(
         self, module: str, names: tuple[str, ...], x: Array, out_dtype: jnp.dtype | None = None
     ) -> tuple[Array, ...]:
+        if self.observe is not None:
+            for name in names:
+                self.observe(f"{self.prefix}.{module}.{name}", x)
         params = tuple(self._params(module, name) for name in names)
         return apply_fused(params, x, self.segments, out_dtype=out_dtype, implementation=self.how)
 
