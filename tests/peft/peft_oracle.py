@@ -112,12 +112,16 @@ def compare(
     name: str,
     tolerance: float = TOLERANCE,
     needs_effect: bool = True,
+    prepare: Callable[[peft.PeftModel], Any] | None = None,
 ) -> None:
     """Asserts that the adapter computes at every projection what PEFT computes with the folder.
 
-    Without `needs_effect`, an adapter that changes nothing at any site passes, too.
+    Without `needs_effect`, an adapter that changes nothing at any site passes, too. `prepare` does
+    what the PEFT model needs before its layers are called.
     """
     rng, touched, model = np.random.default_rng(11), 0, load_with_peft(folder, name)
+    if prepare is not None:
+        prepare(model)
     for p in projections(name):
         x = rng.normal(size=(ROWS, p.d_in)).astype(np.float32)
         base_y = base_output(random_params(name), p.module)
