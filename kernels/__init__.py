@@ -2,6 +2,7 @@
 
 from scute_jax.kernels.block_rotate import block_rotate, scale_input
 from scute_jax.kernels.dispatch import Implementation
+from scute_jax.kernels.embedding_update import embedding_update
 from scute_jax.kernels.paged_attention import paged_attention
 from scute_jax.kernels.pools import (
     LowRank,
@@ -15,6 +16,7 @@ from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
 from scute_jax.kernels.sparse_update import sparse_update
 from scute_jax.kernels.tiles import Tiles, make_tiles
+from scute_jax.kernels.token_rows import replace_columns, replace_rows
 
 __all__ = [
     "Implementation",
@@ -26,8 +28,11 @@ __all__ = [
     "TokenTable",
     "Vectors",
     "block_rotate",
+    "embedding_update",
     "make_tiles",
     "paged_attention",
+    "replace_columns",
+    "replace_rows",
     "scale_input",
     "segmented_update",
     "shared_factors",

@@ -48,13 +48,13 @@ def is_norm(site: str) -> bool:
 
 def _check_slots(site: str, form: NormalForm) -> None:
     """Raises AdapterError for a slot that the forward pass does not compute at this site."""
-    used = {*form.live, *(["terms"] if form.terms else [])}
+    used = {*form.live, *("terms" if t.pair is None else "shared pairs" for t in form.terms)}
     served = SLOTS_OF_NORMS if is_norm(site) else SLOTS_OF_EMBEDDING
     if is_norm(site) or site == EMBEDDING:
         if odd := used - served:
             raise AdapterError(
                 f"{site}: its form has {', '.join(sorted(odd))}, but served here are "
-                f"{', '.join(sorted(served))} (terms without shared pairs)."
+                f"{', '.join(sorted(served))}."
             )
     elif form.rows is not None and site != "lm_head":
         raise AdapterError(f"{site}: rows replace tokens, and only {EMBEDDING} and lm_head have.")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from scute_jax.kernels import (
     Implementation,
     block_rotate,
+    replace_columns,
     scale_input,
     segmented_update,
     shared_factors,
@@ -66,7 +67,7 @@ def apply_normal_form(
     Dtypes: float32 accumulation; the result has the dtype of x.
     Raises: ValueError if x does not fit the site or the segments.
     """
-    return apply_fused((params,), x, seg, implementation=implementation)[0]
+    return apply_fused((params,), x, seg, implementation=implementation)[0][:, : params.W.shape[1]]
 
 
 def apply_fused(
@@ -79,7 +80,9 @@ def apply_fused(
 ) -> tuple[Float[Array, "t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
 
-    `out_dtype` is the dtype of the result where it should not be that of x (logits).
+    `out_dtype` is the dtype of the result where it should not be that of x (logits). A site with
+    token rows gets further columns, as many as its pool has rows for one adapter: the logits of
+    tokens past the base's vocabulary, -inf for adapters that do not have them.
     """
     _check(params, x, seg)
     x = seg.sort(x)
@@ -121,6 +124,10 @@ def _extend(
         h = shared_factors(h, x, slots.shared, seg.slot, implementation=how)
     if slots.sparse is not None:
         h = sparse_update(h, x, slots.sparse, seg.tiles)
+    if slots.tokens is not None:
+        more = slots.tokens.ids.shape[1]
+        h = jnp.pad(h, ((0, 0), (0, more)), constant_values=-jnp.inf)
+        h = replace_columns(h, x, slots.tokens, seg.tiles)
     return h
 
 

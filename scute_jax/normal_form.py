@@ -14,9 +14,10 @@ Few methods need more than that. In full, with every extension live:
 P and Q are block-diagonal up to a permutation (`Blocks`), S is sparse (`Sparse`), u scales the
 input of one term. An extension that an adapter does not use costs nothing.
 
-Besides projections, a site can be a norm ("layers.0.input_layernorm", "norm": y = base(x) * s, with
-base(x) the frozen norm) or the token embedding ("embed_tokens": x is the one-hot row of a token, so
-that A has a row for each token; `rows` replaces tokens altogether, there and at "lm_head").
+Besides projections, a site can be a norm ("layers.0.input_layernorm", "norm": x is normalised and W
+the diagonal of the frozen weight; slots are s, b and S) or the token embedding ("embed_tokens": x
+is the one-hot row of a token, so that A has a row for each token; slots are s, b, terms and rows).
+There and at "lm_head", `rows` replaces what all other slots make of a token, and may add tokens.
 
 Axes: d_in, d_out = input and output width of the site; r = rank; m = block size.
 """

@@ -129,6 +129,10 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
             f"terms[{j}].e": (term.e, (d_out,)),
             f"terms[{j}].u": (term.u, (d_in,)),
         }
+    if form.rows is not None:  # of the embedding or of the head: d_out or d_in wide
+        count, width = form.rows.rows.shape
+        shapes["rows.rows"] = (form.rows.rows, (count, d_out if width == d_out else d_in))
+        shapes["rows.ids"] = (form.rows.ids, (count,))
     for slot, (array, expected) in shapes.items():
         if array is not None and tuple(array.shape) != expected:
             raise ValueError(

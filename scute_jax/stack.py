@@ -58,6 +58,11 @@ def _stack_adapters(first: Adapter, second: Adapter) -> Adapter:
 
 def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
     _check_widths(first, second)
+    if first.rows is not None and (second.terms or set(second.live) - {"rows"}):
+        raise AdapterError(
+            "cannot stack: the second adapter would act on rows of the vocabulary that the first "
+            "replaces; put the one that replaces rows last."
+        )
     before = (*second.P, *(() if second.R is None else (Blocks(second.R),)))
     moved = tuple(_behind(term, before, second.Q, second.s) for term in first.terms)
     P, R = _inputs(first, second)

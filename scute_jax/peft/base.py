@@ -7,7 +7,7 @@ the same path without the leading "model.".
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
@@ -17,7 +17,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 @dataclass(frozen=True)
 class Projection:
-    """One linear projection of the base, y = x W + bias with W [d_in, d_out]."""
+    """One module of the base as a linear projection, y = x W + bias with W [d_in, d_out]."""
 
     module: str  # "model.layers.3.self_attn.q_proj"
     d_in: int
@@ -43,6 +43,31 @@ class Base:
     tied: bool  # lm_head and embed_tokens are one array
     projections: tuple[Projection, ...]
     others: tuple[str, ...]  # modules that have weights but are no projection
+
+    @property
+    def embedding(self) -> Projection:
+        """The token embedding: W [vocab, hidden], x the one-hot row of a token."""
+        return Projection(EMBEDDING, self.vocab, self.hidden)
+
+    @property
+    def norms(self) -> tuple[Projection, ...]:
+        """The norms: W is the diagonal of the weight."""
+        return tuple(Projection(m, self.hidden, self.hidden) for m in self.others if m != EMBEDDING)
+
+    @property
+    def modules(self) -> tuple[Projection, ...]:
+        """Every module that can be adapted."""
+        return (self.embedding, *self.norms, *self.projections)
+
+    def resized(self, vocab: int) -> "Base":
+        """The same with another number of tokens."""
+        head = replace(self.projections[-1], d_out=vocab)
+        return replace(self, vocab=vocab, projections=(*self.projections[:-1], head))
+
+    @property
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """Site -> (d_in, d_out)."""
+        return {p.site: (p.d_in, p.d_out) for p in self.modules}
 
     @classmethod
     def from_config(cls, config: Any) -> "Base":

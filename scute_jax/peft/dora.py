@@ -23,7 +23,7 @@ LARGEST = np.sqrt(np.finfo(np.float32).max)  # of a norm whose square float32 ho
 MAGNITUDE = "lora_magnitude_vector"
 
 
-@register("LORA", variant="use_dora", name="DORA", live="sb", inert=INERT)
+@register("LORA", variant="use_dora", name="DORA", live="sb", inert=INERT, also=["embedding"])
 def dora(site: Site) -> NormalForm:
     """(x W + c (x A) B) * s, s = m / norm(W + c A B)"""
     if site.option("lora_bias", False, kind=bool):

@@ -22,11 +22,15 @@ from scute_jax.peft.base import EMBEDDING, Base
 from scute_jax.peft.checkpoint import open_checkpoint
 from scute_jax.peft.names import PREFIX, place, some
 from scute_jax.peft.registry import Method, method_of
-from scute_jax.peft.replaced import bias_shifts, check_copies, refuse_embedding, refuse_fields
+from scute_jax.peft.replaced import bias_shifts, refuse_embedding, refuse_fields
+from scute_jax.peft.saved_modules import file_vocab, refuse_resized, saved_forms
 from scute_jax.peft.site import Reading, Site
 from scute_jax.peft.targets import targeted
+from scute_jax.peft.token_rows import check_added, cut, listed_rows, over_rows
+from scute_jax.peft.tying import check_tied, tied_targets
 from scute_jax.peft.weights import BaseWeights
 from scute_jax.slots import check_form
+from scute_jax.stack import stack
 
 
 def load_peft(
@@ -58,13 +62,16 @@ def load_peft(
     names = place(tensors.shapes, base, tensors.path, key_map)
     reading = Reading(stated, tensors, names, base, BaseWeights(params, base), targets=())
     refuse_fields(reading, method)
-    targets = set(targeted(stated, base))
-    if EMBEDDING in targets:
+    targets = {*targeted(stated, base, norms="norms" in method.also), *tied_targets(stated, base)}
+    if EMBEDDING in targets and "embedding" not in method.also:
         refuse_embedding(reading)
-    reading.targets = tuple(p for p in base.projections if p.module in targets)
-    check_copies(reading)
+    vocab = file_vocab(reading)
+    reading.targets = tuple(p for p in base.resized(vocab).modules if p.module in targets)
+    refuse_resized(reading, method, vocab)
+    check_tied(reading)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by name
         forms = _forms(reading, method)
+        _add_replaced(forms, reading, vocab)
         _refuse_incomplete(reading, method)
         sites = {name: _on_host(form, name, reading) for name, form in forms.items()}
     return Adapter(
@@ -77,7 +84,7 @@ def load_peft(
             ("notes", tuple(reading.notes)),
             (
                 "widths",
-                tuple((p.site, p.d_in, p.d_out) for p in base.projections if p.site in sites),
+                tuple((site, *width) for site, width in base.widths.items() if site in sites),
             ),
             *((name, HashedArrays(arrays)) for name, arrays in reading.kept.items()),
         ),
@@ -98,6 +105,22 @@ def _forms(reading: Reading, method: Method) -> dict[str, NormalForm]:
         form = forms.get(site, NormalForm())
         forms[site] = replace(form, b=shift if form.b is None else form.b + shift)
     return forms
+
+
+def _add_replaced(forms: dict[str, NormalForm], reading: Reading, vocab: int) -> None:
+    """Brings weights that the file holds whole, and rows of the vocabulary, into the forms."""
+    rows: dict[str, NormalForm] = {}
+    for site, form in (*saved_forms(reading, vocab), *listed_rows(reading)):
+        if form.rows is None:
+            forms[site] = form
+        else:
+            rows[site] = stack(rows.get(site, NormalForm()), form)
+    if reading.missing:
+        return
+    for site, replaced in rows.items():
+        form = over_rows(forms.get(site, NormalForm()), replaced.rows, site)
+        forms[site] = cut(form, reading.base.vocab, site)
+    check_added(forms, reading.base.vocab, reading.options)
 
 
 def _refuse_incomplete(reading: Reading, method: Method) -> None:
@@ -136,8 +159,7 @@ def _refuse_incomplete(reading: Reading, method: Method) -> None:
 
 def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
     """The folded form with numpy float32 arrays, checked to fit the site and to be finite."""
-    widths = next((p.d_in, p.d_out) for p in reading.base.projections if p.site == name)
-    check_form(form, *widths, name)
+    check_form(form, *reading.base.widths[name], name)
     form = fold(
         NormalForm(
             R=_array(form.R),

@@ -2,7 +2,8 @@
 
 Source: LoRA eq. 3 (arXiv:2106.09685); rsLoRA (arXiv:2312.03732) has c = alpha / sqrt(r).
 Tensors: lora_A.weight [r, d_in], lora_B.weight [d_out, r], with lora_bias also lora_B.bias [d_out],
-which is scaled by c like the rest. rank_pattern and alpha_pattern give r and alpha per module.
+which is scaled by c like the rest. rank_pattern and alpha_pattern give r and alpha per module. The
+token embedding (d_in is the vocabulary) has lora_embedding_A and lora_embedding_B instead.
 
 PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775) start from factors A0, B0 of W itself and take
 them out of the base: F(x) = x (W - c A0 B0) + bias + c (x A) B. A file that was not converted holds
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from scute_jax.normal_form import NormalForm, Term
-from scute_jax.peft.base import HEAD
+from scute_jax.peft.base import EMBEDDING, HEAD
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -43,17 +44,22 @@ INERT = (
 )
 
 
-@register("LORA", inert=INERT)
+@register("LORA", inert=INERT, also=["embedding"])
 def lora(site: Site) -> NormalForm:
     """x W + c (x A) B"""
     r, c = rank_and_scale(site)
-    A = site.tensor("lora_A.weight", (r, site.d_in)).T
-    B = site.tensor("lora_B.weight", (site.d_out, r)).T
+    names = ("lora_A.weight", "lora_B.weight")
+    if site.module == EMBEDDING:
+        names = ("lora_embedding_A", "lora_embedding_B")
+    A = site.tensor(names[0], (r, site.d_in)).T
+    B = site.tensor(names[1], (site.d_out, r)).T
     terms = (Term(A, B, c=c), *taken_out(site, r, c))
     if not site.option("lora_bias", False, kind=bool):
         return NormalForm(terms=terms)
     if len(terms) > 1:
         site.refuse_field("lora_bias", "PEFT has it only where the base is left unchanged")
+    if site.module == EMBEDDING:
+        site.refuse_field("lora_bias", "PEFT has none on an embedding")
     b = site.tensor("lora_B.bias", (site.d_out,)) * np.float32(c)
     return NormalForm(b=b, terms=terms)
 
@@ -63,9 +69,6 @@ def rank_and_scale(site: Site) -> tuple[int, float]:
     r = site.matching("rank_pattern", site.option("r", kind=int, required=True), int)
     alpha = site.option("lora_alpha", kind=float, required=True)
     alpha = site.matching("alpha_pattern", alpha, float)
-    tying = site.option("ensure_weight_tying", False, kind=bool)
-    if tying and site.base.tied and site.module == HEAD:
-        site.refuse_field("ensure_weight_tying", "on a tied head it adapts the embedding, too")
     if r < 1:
         site.refuse_field("r", f"with rank_pattern it gives {site.module} rank {r}, not 1 or more")
     return r, alpha / (math.sqrt(r) if site.option("use_rslora", False, kind=bool) else r)
@@ -81,6 +84,8 @@ def taken_out(site: Site, r: int, c: float) -> tuple[Term, ...]:
         return ()
     if name in NOT_PLAIN:
         site.refuse_field("init_lora_weights", NOT_PLAIN[name])
+    if site.module == EMBEDDING:  # PEFT starts it as a plain LoRA
+        return ()
     if init == "pissa":
         principal = principal_part
     elif name == "olora":

@@ -23,8 +23,6 @@ INERT = frozenset(
 
 # Fields that, when set, make an adapter something that is not served, with the reason.
 REFUSED = {
-    "modules_to_save": "the file replaces whole modules of the base",
-    "trainable_token_indices": "the file replaces rows of the token embedding",
     "target_parameters": "it adapts parameters that are not those of a linear projection",
     "layer_replication": "it is made for a base with repeated layers",
     "alora_invocation_tokens": "an activated LoRA acts only on the tokens after its invocation",

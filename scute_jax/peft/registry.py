@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from scute_jax.errors import AdapterError
 from scute_jax.normal_form import NormalForm
 from scute_jax.peft.options import Options
+from scute_jax.peft.refused import TYPES
 from scute_jax.peft.site import Site
 
 Form = Callable[[Site], NormalForm]
@@ -37,6 +38,7 @@ class Method:
     replaces_bias: bool = (
         True  # whether the field `bias` may say that the base's biases are replaced
     )
+    also: frozenset[str] = frozenset()  # what it adapts besides projections: "embedding", "norms"
 
     @property
     def equation(self) -> str:
@@ -54,13 +56,15 @@ def register(
     live: str = "",
     inert: Collection[str] = (),
     replaces_bias: bool = True,
+    also: Collection[str] = (),
 ) -> Callable[[Form], Form]:
     """A decorator that enters a function Site -> NormalForm under a peft_type.
 
     `variant` names a field of the config that chooses this function when it is set ("use_dora");
     `inert` names fields that change nothing. `replaces_bias` lets the field `bias` of the config
     ("all", "..._only") replace biases of the base, which then are added unscaled. The function is
-    called once per adapted site, in the order of the base's modules.
+    called once per adapted site, in the order of the base's modules; `also` names what may be one
+    besides projections: "embedding" (embed_tokens, whose d_in is the vocabulary), "norms".
     Raises: ValueError if another function holds the place; a redefined one takes its own again.
     """
 
@@ -73,7 +77,14 @@ def register(
                 "choose another peft_type."
             )
         _METHODS[key] = Method(
-            peft_type, name or peft_type, form, variant, live, frozenset(inert), replaces_bias
+            peft_type,
+            name or peft_type,
+            form,
+            variant,
+            live,
+            frozenset(inert),
+            replaces_bias,
+            frozenset(also),
         )
         return form
 
@@ -92,6 +103,8 @@ def method_of(options: Options) -> Method:
     """
     peft_type = options.get("peft_type")
     if not any(known == peft_type for known, _ in _METHODS):
+        if peft_type in TYPES:
+            options.refuse("peft_type", TYPES[peft_type])
         names = ", ".join(dict.fromkeys(known for known, _ in _METHODS))
         options.refuse("peft_type", f"served are {names} (scute_jax.peft.register adds methods)")
     variants = [v for known, v in _METHODS if known == peft_type and v and options.get(v)]

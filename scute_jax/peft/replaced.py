@@ -1,4 +1,4 @@
-"""What a checkpoint replaces in the base: whole modules (refused), copies of them, biases."""
+"""What a config says beyond its method: fields that are refused, biases that are replaced."""
 
 import numpy as np
 
@@ -8,9 +8,6 @@ from scute_jax.peft.names import Names, some
 from scute_jax.peft.options import REFUSED
 from scute_jax.peft.registry import Method
 from scute_jax.peft.site import Reading, Shape
-
-WEIGHTS = ("weight", "base_layer.weight")  # names under which PEFT saves the weight of a module
-ROWS = 4096  # rows of a weight compared at a time
 
 
 def refuse_fields(reading: Reading, method: Method) -> None:
@@ -46,37 +43,6 @@ def foreign(names: Names, base: Base, shapes: dict[str, Shape]) -> str:
     return ", ".join(described)
 
 
-def check_copies(reading: Reading) -> None:
-    """Accepts copies of the base's own weights, which PEFT saves beside an adapted head.
-
-    Raises: AdapterError if one has another shape, or differs from the base in any number.
-    """
-    widths = {p.module: (p.d_out, p.d_in) for p in reading.base.projections}
-    widths[EMBEDDING] = (reading.base.vocab, reading.base.hidden)
-    for module, tensors in reading.names.modules.items():
-        for name in (name for name in WEIGHTS if name in tensors and module in widths):
-            key, path = tensors[name], reading.tensors.path
-            had, needed = reading.tensors.shapes[key], widths[module]
-            if had != needed:
-                vocab = f" (vocab {had[0]} vs {needed[0]})" if module in (EMBEDDING, HEAD) else ""
-                raise AdapterError(
-                    f"{path}: tensor {key!r} is a whole weight of shape {list(had)}, the base's "
-                    f"has {list(needed)}{vocab}; an adapter that replaces a module of the base is "
-                    "not served beside others. Train without resizing, or merge it into a base of "
-                    "its own."
-                )
-            copy = reading.tensor(key, key, (needed,), False, False)
-            why = f"the file holds {key!r}, which has to be a copy of it"
-            own = reading.weights.module_weight(module, why)
-            off = None if own is None or own.shape != needed else _difference(copy, own)
-            if off != 0:
-                raise AdapterError(
-                    f"{path}: tensor {key!r} is not the base's own weight (it differs by up to "
-                    f"{off}); an adapter that replaces a module of the base is not served beside "
-                    "others. If it was not trained, save again with save_embedding_layers=False."
-                )
-
-
 def bias_shifts(reading: Reading, method: Method) -> dict[str, np.ndarray]:
     """Site -> new bias minus the base's bias, where the config says that biases are replaced.
 
@@ -104,18 +70,12 @@ def bias_shifts(reading: Reading, method: Method) -> dict[str, np.ndarray]:
     return shifts
 
 
-def _difference(left: np.ndarray, right: np.ndarray) -> float:
-    """The largest absolute difference, a slab of rows at a time."""
-    slabs = range(0, len(left), ROWS)
-    return max(float(np.abs(left[i : i + ROWS] - right[i : i + ROWS]).max()) for i in slabs)
-
-
 def refuse_embedding(reading: Reading) -> None:
     """Raises AdapterError: the token embedding is adapted."""
     keys = list(reading.names.modules.get(EMBEDDING, {}).values())
     raise AdapterError(
         f"{reading.tensors.path}: the token embedding (embed_tokens) is adapted"
-        f"{' by ' + some(keys) if keys else ''}; adapters of the embedding are not "
-        "served. Train without embed_tokens in target_modules, or merge the adapter into its own "
+        f"{' by ' + some(keys) if keys else ''}, which is served for LoRA and DoRA "
+        "only. Train without embed_tokens in target_modules, or merge the adapter into its own "
         "copy of the base."
     )

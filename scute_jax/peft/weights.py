@@ -44,7 +44,9 @@ class BaseWeights:
         Raises: AdapterError if params was not given, lacks it or holds another shape.
         """
         self._check_given(projection.module, "weight", why)
-        if self._linear is not None:
+        if projection.module == EMBEDDING:
+            found = self.module_weight(EMBEDDING, why, as_held=True)
+        elif self._linear is not None:
             found = self._by_site(projection).weight
         else:
             found = self._find(f"{self._untied(projection.module)}.weight")
@@ -62,18 +64,23 @@ class BaseWeights:
             found = self._find(f"{projection.module}.bias")
         return as_float32(_checked(found, (projection.d_out,), f"{projection.module}.bias"))
 
-    def module_weight(self, module: str, why: str) -> np.ndarray | None:
-        """The weight of any module in torch's layout, float32; None if params lacks it."""
+    def module_weight(self, module: str, why: str, as_held: bool = False) -> Any:
+        """The weight of any module in torch's layout, None if params lacks it.
+
+        Numpy float32, or the array of params itself (`as_held`).
+        """
         self._check_given(module, "weight", why)
         module = self._untied(module)
         if self._linear is None:
             found = self._find(f"{module}.weight")
         elif module == EMBEDDING:
             found = self._params.embed_tokens
+        elif any(module == norm.module for norm in self._base.norms):
+            found = self._params.norm_weight(module.removeprefix("model."))
         else:
             projection = next((p for p in self._base.projections if p.module == module), None)
             found = None if projection is None else self._by_site(projection).weight.T
-        return None if found is None else as_float32(found)
+        return found if as_held or found is None else as_float32(found)
 
     def _untied(self, module: str) -> str:
         """The module whose weight this one uses."""

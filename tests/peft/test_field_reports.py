@@ -253,7 +253,12 @@ def test_a19_replaced_token_rows(tmp_path: Path):
     config, tensors = lora_checkpoint(trainable_token_indices={"embed_tokens": [5, 7]})
     delta = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
     folder = write(tmp_path, config, tensors | {delta: np.ones((2, 48), np.float32)})
-    refused(folder, "trainable_token_indices.*rows of the token embedding.*trainable_tokens_delta")
+    np.testing.assert_array_equal(load(folder)["embed_tokens"].rows.ids, [5, 7])
+    for tokens in ([5], [5, 5], [5, -1], [5, True], ["5", 7], {"up_proj": [5, 7]}, {"x": [5, 7]}):
+        config["trainable_token_indices"] = tokens
+        refused(write(tmp_path, config), "trainable_token_indices|trainable_tokens_delta.*shape")
+    config["trainable_token_indices"] = {"embed_tokens": [5, 97]}
+    refused(write(tmp_path, config), r"adds tokens to the 97.*embed_tokens has \[97\], lm_head has")
     config["trainable_token_indices"] = None
     refused(write(tmp_path, config), "of no use: '.*trainable_tokens_delta'")
 
@@ -284,14 +289,18 @@ def test_a22_one_half_of_gate_and_up(module: str, tmp_path: Path):
     assert set(adapter) == {f"layers.{i}.mlp.{module}" for i in (0, 1)}
 
 
-def test_a23_an_adapted_embedding_is_refused_by_name(tmp_path: Path):
+def test_a23_an_adapted_embedding(tmp_path: Path):
     config, tensors = lora_checkpoint()
     embedding = {"lora_embedding_A": (4, 97), "lora_embedding_B": (48, 4)}
     for name, shape in embedding.items():
         tensors[f"{EMBEDDING}.{name}"] = np.ones(shape, np.float32)
     config["target_modules"] += ["embed_tokens"]
     folder = write(tmp_path, config, tensors)
-    refused(folder, "token embedding.*embed_tokens.*lora_embedding_A.*not served")
+    assert load(folder)["embed_tokens"].terms[0].A.shape == (97, 4)
+    refused(write(tmp_path, config | {"lora_bias": True}), "lora_bias|missing")
+    other = {"peft_type": "IA3", "target_modules": ["embed_tokens"], "feedforward_modules": []}
+    refused(write(tmp_path, other), "embed_tokens.*lora_embedding_A.*LoRA and DoRA only")
+    write(tmp_path, config)
     config["target_modules"].remove("embed_tokens")
     refused(write(tmp_path, config), "2 tensor.s. of no use: '.*embed_tokens.lora_embedding_A'")
 

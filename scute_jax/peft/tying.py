@@ -1,0 +1,61 @@
+"""What PEFT ties beside the base's own tying of head and embedding.
+
+With ensure_weight_tying, a LoRA of the embedding or of the head is one of both (the head gets the
+factors transposed), and so are modules_to_save. Without it, each is adapted by itself.
+Source: PEFT 0.21, BaseTuner._check_tied_modules of tuners/tuners_utils.py.
+"""
+
+import re
+
+import numpy as np
+
+from scute_jax.errors import AdapterError
+from scute_jax.peft.base import EMBEDDING, HEAD, Base
+from scute_jax.peft.options import Options
+from scute_jax.peft.site import Reading
+
+NAMES = ("embed_tokens", "lm_head")
+
+
+def tied_targets(options: Options, base: Base) -> tuple[str, ...]:
+    """The modules that are adapted together, whichever of them target_modules names."""
+    if not _ensured(options, base) or ties_saved(options, base):
+        return ()
+    wanted = options.names("target_modules") or ()
+    if isinstance(wanted, str):
+        named = any(re.fullmatch(wanted, name) for name in NAMES)
+    else:
+        named = any(name.split(".")[-1] in NAMES for name in wanted)
+    return (EMBEDDING, HEAD) if named else ()
+
+
+def check_tied(reading: Reading) -> None:
+    """Raises AdapterError if the factors of a tied LoRA are not the same on both sides."""
+    if not tied_targets(reading.options, reading.base):
+        return
+    held = reading.names.modules
+    for name, other in (
+        ("lora_embedding_A", "lora_B.weight"),
+        ("lora_embedding_B", "lora_A.weight"),
+    ):
+        keys = held.get(EMBEDDING, {}).get(name), held.get(HEAD, {}).get(other)
+        if None in keys:
+            continue  # refused as missing
+        left, right = map(reading.tensors.read, keys)
+        if not np.array_equal(left, right.T):
+            raise AdapterError(
+                f"{reading.tensors.path}: with ensure_weight_tying, tensor {keys[1]!r} has to be "
+                f"{keys[0]!r} transposed, but differs; save the adapter again."
+            )
+
+
+def ties_saved(options: Options, base: Base) -> bool:
+    """Whether embedding and head are one module of modules_to_save."""
+    saved = options.names("modules_to_save") or ()
+    return _ensured(options, base) and any(name.split(".")[-1] in NAMES for name in saved)
+
+
+def _ensured(options: Options, base: Base) -> bool:
+    if options.fields.get("peft_type") != "LORA":
+        return False
+    return options.get("ensure_weight_tying", False, kind=bool) and base.tied
