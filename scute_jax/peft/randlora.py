@@ -77,7 +77,7 @@ def _bases(site: Site, r: int) -> Bases:
     shapes = (r, 1, smallest), (largest, -(-smallest // r), r)
     is_saved = site.option("save_projection", True, kind=bool)
     bases = site.once("bases", lambda: _first(site, shapes, is_saved))
-    for name, shape, shared in zip(NAMES, shapes, bases, strict=False):
+    for name, shape, shared in zip(NAMES, shapes, bases[:2], strict=True):
         own = site.tensor(name, shape, optional=True)
         if own is not None and not np.array_equal(own.reshape(shared.shape), shared):
             site.refuse(

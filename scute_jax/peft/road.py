@@ -41,7 +41,7 @@ def road(site: Site) -> NormalForm:
 
 def _columns(theta: np.ndarray, alpha: np.ndarray, variant: str, group: int):
     """alpha cos(theta) and alpha sin(theta) in the layout of the variant, float64."""
-    theta, alpha = np.float64(theta), np.float64(alpha)
+    theta, alpha = theta.astype(np.float64), alpha.astype(np.float64)
     if variant != "road_4":
         return alpha * np.cos(theta), alpha * np.sin(theta)
     theta, alpha = (v.reshape(-1, 2, group) for v in (theta, alpha))

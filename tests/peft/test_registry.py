@@ -123,8 +123,8 @@ def test_a_form_of_the_wrong_width_is_the_functions_mistake(tmp_path: Path):
 
 
 def test_unknown_types_name_those_that_are_served(tmp_path: Path):
-    folder = write(tmp_path, {"peft_type": "PREFIX_TUNING"}, {})
-    with pytest.raises(AdapterError, match="'PREFIX_TUNING'; served are LORA, IA3, OFT, SSF, VERA"):
+    folder = write(tmp_path, {"peft_type": "NEW_TUNING"}, {})
+    with pytest.raises(AdapterError, match="'NEW_TUNING'; served are LORA, IA3, OFT, SSF, VERA"):
         load_peft(folder, CONFIGS["plain"])
 
 
