@@ -10,6 +10,7 @@ from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm
 from scute_jax.stack import stack
 
+PLACES = ("norm/", f"{EMBEDDING}/", "lm_head/")  # sites with routes of their own
 # What the forward pass computes at sites that are no projections (see normal_form.py).
 SLOTS_OF_NORMS = frozenset({"s", "b", "S"})
 SLOTS_OF_EMBEDDING = frozenset({"s", "b", "rows", "terms"})
@@ -40,6 +41,26 @@ def vocabulary(adapter: Adapter | None, base: int) -> int:
     """How many tokens a tenant has: those of the base, and those that its adapter adds."""
     rows = None if adapter is None else adapter.sites.get(EMBEDDING, NormalForm()).rows
     return base if rows is None or not len(rows.ids) else max(base, int(rows.ids.max()) + 1)
+
+
+def route(site: str, kind: str) -> str:
+    """The name of a kind of entry at a site: a route that a compiled step has or has not.
+
+    The projections of the layers share theirs; norms, embedding and head have their own, so that a
+    batch pays for them only where they are adapted.
+    """
+    return f"{_place(site)}{kind}"
+
+
+def kinds_at(site: str, routes: frozenset[str]) -> frozenset[str]:
+    """The kinds of entry at a site that some routes have."""
+    place = _place(site)
+    own = (name.removeprefix(place) for name in routes if name.startswith(place))
+    return frozenset(kind for kind in own if place or not kind.startswith(PLACES))
+
+
+def _place(site: str) -> str:
+    return PLACES[0] if is_norm(site) else f"{site}/" if f"{site}/" in PLACES else ""
 
 
 def is_norm(site: str) -> bool:

@@ -1,5 +1,6 @@
 """A norm under many adapters: a site whose W is the diagonal of the norm's weight."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -17,7 +18,7 @@ def apply_norm(
     Dtypes: float32.
     """
     h = x * weight.astype(jnp.float32)[None, :]
-    if slots == SiteSlots():
+    if not jax.tree.leaves(slots):
         return h
     x, h = seg.sort(x), seg.sort(h)
     (h,) = segmented_update((h,), x, (None,), (slots.scale,), (slots.shift,), seg.tiles)

@@ -62,7 +62,8 @@ def load_peft(
     names = place(tensors.shapes, base, tensors.path, key_map)
     reading = Reading(stated, tensors, names, base, BaseWeights(params, base), targets=())
     refuse_fields(reading, method)
-    targets = {*targeted(stated, base, norms="norms" in method.also), *tied_targets(stated, base)}
+    targets = set(targeted(stated, base, norms="norms" in method.also))
+    targets |= tied_targets(stated, base, targets)
     if EMBEDDING in targets and "embedding" not in method.also:
         refuse_embedding(reading)
     vocab = file_vocab(reading)

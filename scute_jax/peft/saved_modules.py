@@ -78,7 +78,7 @@ def saved_forms(reading: Reading, vocab: int) -> Iterator[tuple[str, NormalForm]
         found = _weight(reading, module, names, shape, module.module in trained)
         if found is not None:
             form = _form(reading, module, *found)
-            if form != NormalForm():
+            if form.live:
                 yield module.site, form
     for module in (reading.base.embedding, reading.base.projections[-1]):
         rows = _vocabulary_rows(reading, module, vocab, trained)

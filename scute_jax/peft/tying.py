@@ -1,11 +1,12 @@
 """What PEFT ties beside the base's own tying of head and embedding.
 
-With ensure_weight_tying, a LoRA of the embedding or of the head is one of both (the head gets the
+Trained tokens of the embedding are those of a tied head. With ensure_weight_tying, a LoRA of the embedding or of the head is one of both (the head gets the
 factors transposed), and so are modules_to_save. Without it, each is adapted by itself.
 Source: PEFT 0.21, BaseTuner._check_tied_modules of tuners/tuners_utils.py.
 """
 
 import re
+from collections.abc import Collection
 
 import numpy as np
 
@@ -17,21 +18,25 @@ from scute_jax.peft.site import Reading
 NAMES = ("embed_tokens", "lm_head")
 
 
-def tied_targets(options: Options, base: Base) -> tuple[str, ...]:
-    """The modules that are adapted together, whichever of them target_modules names."""
+def tied_targets(options: Options, base: Base, targets: Collection[str]) -> set[str]:
+    """What PEFT adapts besides the targets: the head with the embedding, or both with either."""
+    if options.fields["peft_type"] == "TRAINABLE_TOKENS":
+        return {HEAD} if base.tied and EMBEDDING in targets else set()
+    return {EMBEDDING, HEAD} if _ties_targets(options, base) else set()
+
+
+def _ties_targets(options: Options, base: Base) -> bool:
     if not _ensured(options, base) or ties_saved(options, base):
-        return ()
+        return False
     wanted = options.names("target_modules") or ()
     if isinstance(wanted, str):
-        named = any(re.fullmatch(wanted, name) for name in NAMES)
-    else:
-        named = any(name.split(".")[-1] in NAMES for name in wanted)
-    return (EMBEDDING, HEAD) if named else ()
+        return any(re.fullmatch(wanted, name) for name in NAMES)
+    return any(name.split(".")[-1] in NAMES for name in wanted)
 
 
 def check_tied(reading: Reading) -> None:
     """Raises AdapterError if the factors of a tied LoRA are not the same on both sides."""
-    if not tied_targets(reading.options, reading.base):
+    if not _ties_targets(reading.options, reading.base):
         return
     held = reading.names.modules
     for name, other in (
