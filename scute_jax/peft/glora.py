@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from scute_jax.normal_form import NormalForm, Term
 from scute_jax.peft.factors import weight_product
+from scute_jax.peft.refused import CONVERT, DENSE
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -78,8 +79,7 @@ def _vector(
     if form == "lora" and field == "config_A_B":
         site.refuse_field(
             field,
-            "W * A with a matrix A is a dense delta, which is not served beside other adapters; "
-            'train with "vector" or "constant", or merge it into its own copy of the base',
+            f"W * A with a matrix A is {DENSE}. {CONVERT}",
         )
     if form == "none":
         return _expect_zeros(site, name, (site.d_out, site.d_in) if len(shape) == 2 else shape)

@@ -12,6 +12,7 @@ Bone is the name of the same in PEFT before 0.19: peft_type BONE, tensor bone_bl
 import numpy as np
 
 from scute_jax.normal_form import NormalForm, Term
+from scute_jax.peft.refused import CONVERT, DENSE
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
@@ -40,8 +41,7 @@ def _variant(site: Site, names: tuple[str, ...]) -> bool | str:
     if init == "bat":
         site.refuse_field(
             "init_weights",
-            "this variant multiplies blocks of W, which makes a dense delta that is not served "
-            "beside other adapters; merge it into its own copy of the base",
+            f"this variant multiplies blocks of W: {DENSE}. {CONVERT}",
         )
     if not isinstance(init, bool) and init not in names:
         known = ", ".join(["true", "false", *map(repr, names)])

@@ -21,19 +21,6 @@ INERT = frozenset(
     "peft_version runtime_config".split()
 )
 
-# Fields that, when set, make an adapter something that is not served, with the reason.
-REFUSED = {
-    "target_parameters": "it adapts parameters that are not those of a linear projection",
-    "layer_replication": "it is made for a base with repeated layers",
-    "alora_invocation_tokens": "an activated LoRA acts only on the tokens after its invocation",
-    "arrow_config": "Arrow chooses among several adapters for each token",
-    "use_qalora": "QALoRA pools the input in groups of a GPTQ base",
-    "use_bdlora": "the factors of a BD-LoRA are block-diagonal",
-    "kasa_config": "KaSA changes the base weights when it is loaded",
-    "velora_config": "VeLoRA keeps tensors in the file that are not those of a LoRA",
-    "monteclora_config": "MonteCLoRA keeps tensors in the file that are not those of a LoRA",
-}
-
 KINDS = {
     int: "an integer",
     float: "a finite number",

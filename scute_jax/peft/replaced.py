@@ -5,21 +5,20 @@ import numpy as np
 from scute_jax.errors import AdapterError
 from scute_jax.peft.base import EMBEDDING, HEAD, Base
 from scute_jax.peft.names import Names, some
-from scute_jax.peft.options import REFUSED
+from scute_jax.peft.refused import FIELDS
 from scute_jax.peft.registry import Method
 from scute_jax.peft.site import Reading, Shape
 
 
 def refuse_fields(reading: Reading, method: Method) -> None:
     """Raises AdapterError for a field that makes the adapter something that is not served."""
-    for field, reason in REFUSED.items():
+    for field, (reason, remedy) in FIELDS.items():
         if field != method.variant and reading.options.get(field):
             tensors = foreign(reading.names, reading.base, reading.tensors.shapes)
             found = f" The file holds {tensors}." if tensors else ""
             reading.options.refuse(
                 field,
-                f"{reason}, which is not served beside other adapters.{found} Train without it, or "
-                "merge the adapter into its own copy of the base",
+                f"{reason}, which is not served beside other adapters.{found} {remedy}",
             )
 
 

@@ -71,7 +71,7 @@ def test_a_bone_file_is_the_miss_file_of_other_names(init: bool, tmp_path: Path)
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("init_weights", "bat", "dense delta"),
+        ("init_weights", "bat", "full rank.*scute convert"),
         ("init_weights", "other", "known are true, false, 'mini'"),
         ("init_weights", 7, "known are true, false, 'mini'"),
         ("r", 0, "needed 1 to 48"),

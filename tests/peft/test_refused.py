@@ -6,12 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from peft_oracle import layer_output, load_with_peft, peft, quiet, save_adapter, torch
-from tiny_checkpoints import CONFIGS, base_output, projections, random_params, write
+from tiny_checkpoints import (
+    CONFIGS,
+    base_output,
+    lora_checkpoint,
+    projections,
+    random_params,
+    write,
+)
 
 from scute_jax import AdapterError, NormalForm
 from scute_jax.peft import load_peft, methods, register
 from scute_jax.peft import registry as registry_module
-from scute_jax.peft.refused import ALONE, CONVERT, TYPES
+from scute_jax.peft.refused import ALONE, CONVERT, FIELDS, TYPES
 
 # Of torch, wherever a sparse tensor is made.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -34,6 +41,19 @@ def test_every_type_of_peft_is_served_or_has_a_reason(peft_type: str, tmp_path: 
 
 def test_no_reason_is_left_over():
     assert set(TYPES) <= {kind.value for kind in peft.PeftType}
+    assert set(FIELDS) <= set(peft.LoraConfig(use_qalora=True).to_dict())
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_that_make_it_another_method_are_refused(field: str, tmp_path: Path):
+    config, tensors = lora_checkpoint()
+    assert load_peft(write(tmp_path, config | {field: None}, tensors), CONFIGS["plain"])
+    with pytest.raises(AdapterError) as raised:
+        load_peft(write(tmp_path, config | {field: [1]}, tensors), CONFIGS["plain"])
+    reason, remedy = FIELDS[field]
+    assert str(raised.value).endswith(
+        f"field {field!r} is [1]; {reason}, which is not served beside other adapters. {remedy}."
+    )
 
 
 def test_a_method_of_ones_own_takes_the_place_of_a_reason(tmp_path: Path, monkeypatch):
