@@ -99,6 +99,16 @@ class AdapterBank:
         self._release(slot)
         self._put(self._table_writes(slot, {}, {}))
 
+    def warm_up(self) -> None:
+        """Compiles all writes, so that adapters come and go without compiling anything."""
+        for kind in dict.fromkeys(kind for _, kind in self._arrays):
+            self._put_entry(kind, {})
+
+    @property
+    def lost(self) -> bool:
+        """Whether a write that failed took an array with it; the bank is of no use then."""
+        return any(array.is_deleted() for array in self._arrays.values())
+
     def _resident(self, slot: int) -> Resident:
         resident = self._residents[slot] if 0 <= slot < self.capacity.adapters else None
         if resident is None:
@@ -245,21 +255,25 @@ class AdapterBank:
         named = defaultdict(list)
         for key in writes:
             named[key[1]].append(key)
-        for kind in named:
-            keys = [key for key in self._arrays if key[1] == kind]
-            rounds = max(len(writes.get(key, ())) for key in keys)
-            for i in range(rounds):
-                now = [writes[k][i] if i < len(writes.get(k, ())) else None for k in keys]
-                arrays = [self._arrays[key] for key in keys]
-                index = [
-                    a.shape[0] if w is None else w[0] for a, w in zip(arrays, now, strict=True)
-                ]
-                values = [
-                    _zeros(a.shape[1:], a.dtype) if w is None else w[1]
-                    for a, w in zip(arrays, now, strict=True)
-                ]
-                written = _put_entries(arrays, np.asarray(index, np.int32), values)
-                self._arrays.update(zip(keys, written, strict=True))
+        for kind, keys in named.items():
+            for i in range(max(len(writes[key]) for key in keys)):
+                self._put_entry(kind, {k: writes[k][i] for k in keys if i < len(writes[k])})
+
+    def _put_entry(
+        self, kind: str, writes: Mapping[Key, tuple[int, np.ndarray | np.int32]]
+    ) -> None:
+        """Writes one entry of some of the arrays of a kind."""
+        keys = [key for key in self._arrays if key[1] == kind]
+        arrays = [self._arrays[key] for key in keys]
+        index = [
+            writes[k][0] if k in writes else a.shape[0] for k, a in zip(keys, arrays, strict=True)
+        ]
+        values = [
+            writes[k][1] if k in writes else _zeros(a.shape[1:], a.dtype)
+            for k, a in zip(keys, arrays, strict=True)
+        ]
+        written = _put_entries(arrays, np.asarray(index, np.int32), values)
+        self._arrays.update(zip(keys, written, strict=True))
 
 
 def _effective(adapter: Adapter) -> Adapter:

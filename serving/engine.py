@@ -2,17 +2,19 @@
 
     submit -> [schedule -> launch prefill, launch decode -> read results -> retire]*
 
-The loop is `step`; `generate` and `stream` call it until their own requests are done.
+The loop is `step`; `generate` and `stream` call it until their own requests are done, and
+AsyncEngine on a thread of its own.
 """
 
 import math
-import secrets
-import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+
+import jax
 
 from scute_jax.errors import AdapterError
 from scute_jax.models.checkpoint import load_model
@@ -23,17 +25,21 @@ from scute_jax.models.tokenizer import Tokenizer, load_tokenizer
 from scute_jax.normal_form import Adapter
 from scute_jax.peft import load_peft
 from scute_jax.peft.base import Base
-from scute_jax.serving.launch import MAX_STOP_TOKENS
+from scute_jax.serving.compilations import Compilations
+from scute_jax.serving.device_memory import out_of_memory
+from scute_jax.serving.intake import Intake
+from scute_jax.serving.mailbox import Mailbox
 from scute_jax.serving.options import EngineOptions
 from scute_jax.serving.pages import PagePool
-from scute_jax.serving.registry import Registry, Tenant
+from scute_jax.serving.registry import Registry, check_finite
 from scute_jax.serving.request import Chunk, Completion, FinishReason, Request, RequestError
 from scute_jax.serving.residency import Residency
 from scute_jax.serving.results import Launched, generated, prompt_scores
-from scute_jax.serving.runner import Runner
-from scute_jax.serving.scheduler import Scheduler
+from scute_jax.serving.runner import Progress, Runner
+from scute_jax.serving.scheduler import DecodeWork, Scheduler
 from scute_jax.serving.sequence import Sequence
-from scute_jax.serving.text import TextStream
+from scute_jax.serving.stats import EngineStats, Key, Meter
+from scute_jax.serving.turns import FairLock
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class AdapterInfo:
 class Ticket:
     """A submitted request: where its pieces arrive, and its sequence unless it was refused."""
 
-    sink: deque[Chunk]
+    sink: Mailbox
     sequence: Sequence | None
 
 
@@ -69,15 +75,24 @@ class Engine:
         dtype = params.embed_tokens.dtype
         num_pages = options.num_pages(config, dtype)
         self.max_context = min(config.max_context, num_pages * options.page_size)
-        self._lock = threading.RLock()
+        self._lock = FairLock()
+        self._compilations = Compilations()
         self._registry = Registry()
+        self._intake = Intake(config, tokenizer, self._registry, self.max_context)
         self._pages = PagePool(num_pages, options.page_size)
-        widths = {p.site: (p.d_in, p.d_out) for p in Base.from_config(config).projections}
-        self._residency = Residency(widths, options.max_adapters, dtype)
+        widths = Base.from_config(config).widths
+        self._residency = Residency(widths, options.max_adapters, dtype, self._registry.wanted)
         self._runner = Runner(config, params, self._residency, options, num_pages)
-        self._scheduler = Scheduler(options.limits(), self._pages, self._residency, self._settle)
+        self._scheduler = Scheduler(
+            options.limits(), self._pages, self._residency, self._settle, self._refuse
+        )
+        self._meter = Meter()
+        # What other threads ask for is taken in at the next step: they never wait for one.
+        self._arrived: deque[Sequence] = deque()
+        self._cancelled: deque[Sequence] = deque()
         self._launched: deque[Launched] = deque()
-        self._arrivals = 0
+        self._failures = 0  # out of memory, since a decode call went well
+        self._out_of_memory = 0
 
     @classmethod
     def from_pretrained(
@@ -109,12 +124,15 @@ class Engine:
         """
         if not name:
             raise AdapterError("an adapter needs a name.")
-        if not isinstance(adapter, Adapter):
+        if isinstance(adapter, Adapter):
+            check_finite(adapter, name)
+        else:
             adapter = load_peft(adapter, self.config, params=self.params)
+        tenant, before = self._registry.add(name, adapter)
         with self._lock:
-            before = self._registry.add(name, adapter)
-            if before is not None and before.version != adapter.version:
-                self._drop(before)
+            self._residency.expect(tenant)
+            if before is not None:
+                self._residency.tidy(before)
         return AdapterInfo(name, adapter.method, adapter.version, False, adapter.nbytes)
 
     def remove_adapter(self, name: str) -> None:
@@ -122,17 +140,68 @@ class Engine:
 
         Raises: AdapterError if there is no such name.
         """
+        tenant = self._registry.remove(name)
         with self._lock:
-            self._drop(self._registry.remove(name))
+            self._meter.forget(name)
+            self._residency.tidy(tenant)
 
     def adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
         with self._lock:
-            resident = set(self._residency.resident())
+            resident = self._residency.resident()
             return [
                 AdapterInfo(name, a.method, a.version, a.version in resident, a.nbytes)
                 for name, a in self._registry.adapters().items()
             ]
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every step that requests for the registered adapters can need.
+
+        After it nothing compiles, whatever the requests; nor does an adapter that comes later, if
+        its slots, sizes and sites are among those of the adapters before it. `progress` is called
+        before each step with (steps done, steps in all, what comes next). Requests in flight stand
+        still meanwhile.
+        """
+        with self._lock, self._compilations:
+            self._residency.prepare()
+            if self._residency.bank is not None:
+                self._residency.bank.warm_up()
+            self._runner.warm_up(progress or (lambda done, total, what: None))
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and holds; see EngineStats."""
+        with self._lock:
+            running, waiting = Counter[Key](), Counter[Key]()
+            for sequence in self._scheduler.running:
+                running[sequence.request.adapter] += 1
+            queued = (s for queue in self._scheduler.waiting.values() for s in queue)
+            for sequence in (*queued, *self._arrived):
+                waiting[sequence.request.adapter] += 1
+            slots = self._residency.resident()
+            tenants = self._registry.tenants()
+            places: dict[Key, tuple[int | None, bool]] = {None: (None, True)}
+            for name, tenant in tenants.items():
+                places[name] = (slots.get(tenant.version), tenant.adapter is None)
+            for names in self._meter.stacks:
+                found = [s for v, s in slots.items() if self._residency.names(v) == names]
+                places[names] = (next(iter(found), None), False)
+            used = self._pages.held
+            return EngineStats(
+                adapters={
+                    key: self._meter.of(key).stats(slot, running[key], waiting[key], everywhere)
+                    for key, (slot, everywhere) in places.items()
+                },
+                running=running.total(),
+                waiting=waiting.total(),
+                pages_free=self._pages.available - self._pages.idle,
+                pages_idle=self._pages.idle,
+                pages_used=used,
+                slots_free=self.options.max_adapters - len(slots),
+                slots_used=len(slots),
+                compilations=self._compilations.total,
+                preemptions=self._scheduler.preemptions,
+                out_of_memory=self._out_of_memory,
+            )
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """The completions of all requests, in their order. A request that cannot be served has
@@ -154,117 +223,123 @@ class Engine:
         """(place of the request, piece of its text) until all requests are done."""
         source = enumerate(requests)
         tickets: dict[int, Ticket] = {}
-        with self._lock:
-            self._residency.reserve(self._registry.tenants())
         try:
             while True:
                 room = self.options.window - len(tickets)
                 for place, request in islice(source, room):
-                    with self._lock:
-                        tickets[place] = self._submit(request)
+                    tickets[place] = self.submit(request)
                 if not tickets:
                     return
                 ready = [place for place, ticket in tickets.items() if ticket.sink]
                 if not ready:
                     self.step()
                 for place in ready:
-                    sink = tickets[place].sink
-                    while sink:
-                        chunk = sink.popleft()
-                        if chunk.completion is not None:
-                            del tickets[place]
-                        yield place, chunk
+                    chunk = tickets[place].sink.take()
+                    if chunk.completion is not None:
+                        del tickets[place]
+                    yield place, chunk
         finally:
-            for ticket in tickets.values():
-                if ticket.sequence is not None:
-                    self.cancel(ticket.sequence)
+            if tickets:
+                for ticket in tickets.values():
+                    self.cancel(ticket)
+                with self._lock:
+                    self._take_in()
 
-    def step(self) -> None:
-        """One round: launches what the scheduler gives and reads the oldest results."""
-        with self._lock:
-            launched = False
-            if work := self._scheduler.schedule_prefill():
-                self._launched.append(Launched(work, *self._runner.prefill(work)))
-                launched = True
-            if work := self._scheduler.schedule_decode():
-                self._launched.append(Launched(work, self._runner.decode(work)))
-                launched = True
-            ahead = self.options.ahead if launched else 0
-            while len(self._launched) > ahead:
-                self._read()
+    def submit(self, request: Request, sink: Mailbox | None = None) -> Ticket:
+        """Queues a request for the steps to come; its pieces go to the sink of the ticket.
+
+        One that cannot be served is answered at once. Never waits for a step that runs.
+        """
+        sink = Mailbox() if sink is None else sink
+        number = self._intake.number()
+        name = request.id if request.id is not None else f"request-{number}"
+        try:
+            sequence = self._intake.sequence(request, number, name, sink)
+        except (RequestError, AdapterError, ModelError) as error:
+            refused = Completion(name, request.adapter, "", (), "error", error=str(error))
+            sink.put(Chunk(name, "", (), refused))
+            return Ticket(sink, None)
+        self._arrived.append(sequence)
+        return Ticket(sink, sequence)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request at the next step as it is then, with finish_reason "cancelled"."""
+        if ticket.sequence is not None and not ticket.sequence.finished:
+            self._cancelled.append(ticket.sequence)
 
     def cancel_waiting(self) -> None:
         """Cancels every request that has not begun to run; those that have go on to their end."""
         with self._lock:
+            self._take_in()
             for sequence in self._scheduler.queued():
                 self._retire(sequence, "cancelled")
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Ends a request as it is, with finish_reason "cancelled"."""
-        with self._lock:
-            if not sequence.finished:
-                self._retire(sequence, "cancelled")
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._arrived or self._cancelled or self._launched or self._scheduler.busy)
+
+    def step(self) -> None:
+        """One round: launches what the scheduler gives and reads the oldest results."""
+        with self._lock, self._compilations:
+            self._take_in()
+            try:
+                self._round()
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error) or not self._scheduler.running:
+                    raise
+                self._recover(error)
 
     # The steps of the loop.
 
-    def _submit(self, request: Request) -> "Ticket":
-        """Queues a request. One that cannot be served is answered at once."""
-        self._arrivals += 1
-        name = request.id if request.id is not None else f"request-{self._arrivals}"
+    def _take_in(self) -> None:
+        """Queues what was submitted and ends what was cancelled since the last step."""
+        while self._arrived:
+            self._scheduler.add(self._arrived.popleft())
+        while self._cancelled:
+            sequence = self._cancelled.popleft()
+            if not sequence.finished:
+                self._retire(sequence, "cancelled")
+
+    def _round(self) -> None:
+        launched = False
+        if work := self._scheduler.schedule_prefill():
+            self._launched.append(Launched(work, *self._runner.prefill(work)))
+            launched = True
+        if work := self._scheduler.schedule_decode():
+            self._launched.append(Launched(work, self._runner.decode(work)))
+            launched = True
+        ahead = self.options.ahead if launched else 0
+        while len(self._launched) > ahead:
+            self._read()
+
+    def _recover(self, error: jax.errors.JaxRuntimeError) -> None:
+        """Goes on after the device ran out of memory, with half as many sequences at a time.
+
+        What ran is computed again. If a second try runs out of memory, too, the youngest running
+        request ends with an error, and so on until a step goes well.
+        """
+        self._out_of_memory += 1
+        self._failures += 1
         try:
-            sequence = self._sequence(request, name)
-        except (RequestError, AdapterError, ModelError) as error:
-            refused = Completion(name, request.adapter, "", (), "error", error=str(error))
-            return Ticket(deque([Chunk(name, "", (), refused)]), None)
-        self._scheduler.add(sequence)
-        return Ticket(sequence.sink, sequence)
-
-    def _sequence(self, request: Request, name: str) -> Sequence:
-        sampling = request.sampling
-        tenant = self._registry.resolve(request.adapter_names)
-        prompt = self._prompt(request)
-        eos = () if sampling.ignore_eos else self.config.eos_token_id[:MAX_STOP_TOKENS]
-        seed = secrets.randbits(32) if sampling.seed is None else sampling.seed % (1 << 32)
-        decoder = None if self.tokenizer is None else self.tokenizer.stream()
-        return Sequence(
-            id=name,
-            number=self._arrivals,
-            request=request,
-            tenant=tenant,
-            prompt=prompt,
-            limit=min(self.max_context, len(prompt) + sampling.max_tokens),
-            stop_tokens=tuple(eos),
-            seed=seed,
-            text=TextStream(decoder, sampling.stop),
-        )
-
-    def _prompt(self, request: Request) -> tuple[int, ...]:
-        """The token ids of a request. Raises: RequestError if there are none, or too many."""
-        if request.prompt_token_ids is not None:
-            ids = tuple(request.prompt_token_ids)
-            vocab = self.config.vocab_size
-            wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]
-            if wrong:
-                raise RequestError(
-                    f"prompt_token_ids holds {wrong[0]!r}; ids run from 0 to {vocab - 1}."
-                )
-        elif self.tokenizer is None:
-            raise RequestError(
-                "the model folder has no tokenizer: give prompt_token_ids in place of "
-                f"{'prompt' if request.prompt is not None else 'messages'}."
+            self._settle()
+        except jax.errors.JaxRuntimeError:  # of a step that was launched before
+            self._launched.clear()
+        running = self._scheduler.running
+        if self._failures > 1 and running:
+            youngest = max(running, key=lambda sequence: sequence.number)
+            reason = str(error).strip().partition("\n")[0]
+            self._refuse(
+                youngest,
+                "the device ran out of memory while this request ran, the last to arrive; give the "
+                f"KV cache less (memory=), or have fewer rows or adapters at a time. {reason}",
             )
-        elif request.prompt is not None:
-            ids = tuple(self.tokenizer.encode(request.prompt))
-        else:
-            ids = tuple(self.tokenizer.encode_chat(request.messages))
-        if not ids:
-            raise RequestError("the prompt has no tokens; give at least one.")
-        if len(ids) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but prompt and text together may have "
-                f"{self.max_context}; shorten it or give the cache more memory."
-            )
-        return ids
+        self._scheduler.preempt_all()
+        self._scheduler.shrink()
+        if self._residency.bank is not None and self._residency.bank.lost:
+            self._residency.forget()
+        self._pages.forget()
+        self._runner.reset()
 
     def _settle(self) -> None:
         """Reads the results of everything that was launched."""
@@ -278,19 +353,31 @@ class Engine:
             if position == len(sequence.prompt_scores):  # not computed before a preemption
                 sequence.prompt_scores.append(token)
         fresh: dict[Sequence, list[int]] = {}
+        ends: dict[Sequence, tuple[FinishReason, str | None]] = {}
         for sequence, token in generated(launched):
-            if sequence.finished:
+            if sequence.finished or sequence in ends:
+                continue
+            if math.isnan(token.logprob):
+                names = " + ".join(sequence.tenant.names) or "the base model"
+                ends[sequence] = ("error", f"{names} gave logits that are not numbers.")
                 continue
             reason = sequence.add(token)
             fresh.setdefault(sequence, []).append(token.token)
-            if math.isnan(token.logprob):
-                names = " + ".join(sequence.tenant.names) or "the base model"
-                self._retire(sequence, "error", f"{names} gave logits that are not numbers.")
-            elif reason is not None:
-                self._retire(sequence, reason, tokens=fresh.pop(sequence))
+            if reason is not None:
+                ends[sequence] = (reason, None)
+        now = time.monotonic()
         for sequence, tokens in fresh.items():
-            if not sequence.finished:
-                sequence.sink.append(Chunk(sequence.id, sequence.text.take(), tuple(tokens)))
+            self._meter.generated(sequence, len(tokens), now)
+            if sequence not in ends:
+                sequence.sink.put(Chunk(sequence.id, sequence.text.take(), tuple(tokens)))
+        for sequence, (reason, error) in ends.items():
+            self._retire(sequence, reason, error, fresh.get(sequence, ()))
+        if isinstance(launched.work, DecodeWork):
+            self._failures = 0
+            self._scheduler.recover()
+
+    def _refuse(self, sequence: Sequence, error: str) -> None:
+        self._retire(sequence, "error", error)
 
     def _retire(
         self,
@@ -300,12 +387,8 @@ class Engine:
         tokens: Iterable[int] = (),
     ) -> None:
         self._scheduler.finish(sequence)
+        self._meter.ended(sequence, reason)
         sequence.text.finish()
         completion = sequence.completion(reason, error)
         new = sequence.text.take(final=True)
-        sequence.sink.append(Chunk(sequence.id, new, tuple(tokens), completion))
-
-    def _drop(self, tenant: Tenant) -> None:
-        """Frees the slot of a tenant that no name leads to any more."""
-        if all(other.version != tenant.version for other in self._registry.tenants()):
-            self._residency.drop(tenant)
+        sequence.sink.put(Chunk(sequence.id, new, tuple(tokens), completion))

@@ -33,6 +33,11 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
+    def idle(self) -> int:
+        """Pages that nobody holds, kept as prefixes that later prompts may share."""
+        return len(self._idle)
+
+    @property
     def held(self) -> int:
         """Pages that some sequence holds."""
         return len(self._held)
@@ -80,6 +85,13 @@ class PagePool:
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
+
+    def forget(self) -> None:
+        """Ends all sharing: what the pages held is gone."""
+        for page in list(self._digest_of):
+            self._forget(page)
+        self._free += self._idle
+        self._idle.clear()
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._digest_of.pop(page)]

@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out of it: plain values, checked where they are made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,13 +48,15 @@ class Request:
     """One text to generate: exactly one of prompt, messages and prompt_token_ids.
 
     `adapter` is None for the base model, a name, or several names stacked in order: the second is
-    applied to the output of the first.
+    applied to the output of the first. `scale` is how strong the effect of the adapter is at every
+    site, 1 as it was trained and 0 the base model: one number, or one for each stacked adapter.
     """
 
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt_token_ids: Sequence[int] | None = None
     adapter: str | Sequence[str] | None = None
+    scale: float | Sequence[float] = 1.0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     id: str | None = None
 
@@ -76,6 +79,7 @@ class Request:
             object.__setattr__(self, "adapter", adapter)
         if self.adapter == "":
             raise RequestError("adapter must be a name; leave the field out for the base model.")
+        _check_scale(self)
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -83,6 +87,13 @@ class Request:
         if self.adapter is None:
             return ()
         return (self.adapter,) if isinstance(self.adapter, str) else tuple(self.adapter)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scale of each adapter."""
+        if isinstance(self.scale, int | float):
+            return (float(self.scale),) * len(self.adapter_names)
+        return tuple(self.scale)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,23 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+
+
+def _check_scale(request: Request) -> None:
+    scale, count = request.scale, len(request.adapter_names)
+    numbers = scale if isinstance(scale, list | tuple) else (scale,)
+    for n in numbers:
+        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n):
+            raise RequestError(f"scale must be a finite number, or a list of them, not {scale!r}.")
+    if not count and any(n != 1 for n in numbers):
+        raise RequestError("scale needs an adapter: the base model has no effect to scale.")
+    if isinstance(scale, list | tuple):
+        if len(scale) != count:
+            raise RequestError(
+                f"scale has {len(scale)} numbers, but the request names {count} adapters; give "
+                "one number for all, or one for each."
+            )
+        object.__setattr__(request, "scale", tuple(map(float, scale)))
 
 
 def _check_sampling(p: SamplingParams) -> None:

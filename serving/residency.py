@@ -1,49 +1,67 @@
 """Which adapters are on the device: slots of the bank, given by need and taken back by disuse."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from scute_jax.bank import AdapterBank, BankFull
-from scute_jax.capacity import BankCapacity, capacity_for
+from scute_jax.capacity import BankCapacity
+from scute_jax.models.adapters import kinds_at
 from scute_jax.models.llama import Slots
+from scute_jax.serving.device_memory import OutOfDeviceMemory, out_of_memory
 from scute_jax.serving.registry import Tenant
+from scute_jax.serving.room import Room
 from scute_jax.slots import narrow
 
 
 class Residency:
     """At most `max_adapters` tenants on the device.
 
-    A tenant that a running request uses stays; of the others the least recently used leaves first.
+    A tenant that a running request uses stays; of the others the least recently used leaves first,
+    and at once where `wanted` says that no name leads to it any more.
     Slots are known by the tenant's version, so that equal weights are there once.
     """
 
-    def __init__(self, widths: Mapping[str, tuple[int, int]], max_adapters: int, dtype: jnp.dtype):
+    def __init__(
+        self,
+        widths: Mapping[str, tuple[int, int]],
+        max_adapters: int,
+        dtype: jnp.dtype,
+        wanted: Callable[[Tenant], bool] = lambda tenant: True,
+    ):
         self._widths, self.max_adapters, self._dtype = widths, max_adapters, dtype
-        self.routes: frozenset[str] = frozenset()  # that tenants seen so far use
+        self._wanted = wanted
+        self._room = Room(max_adapters)
         self._bank: AdapterBank | None = None
         self._slot: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._tenant: dict[str, Tenant] = {}
         self._users: dict[str, int] = {}
-        self._leaving: set[str] = set()
         self._views: dict[frozenset[str], Slots] = {}
 
-    def reserve(self, tenants: Iterable[Tenant]) -> None:
-        """Makes the bank so large that any `max_adapters` of these tenants fit together."""
-        tenants = [tenant for tenant in tenants if tenant.adapter is not None]
-        self.routes = self.routes.union(*(tenant.routes for tenant in tenants))
-        capacity = capacity_for((t.adapter for t in tenants), self.max_adapters)
+    @property
+    def routes(self) -> frozenset[str]:
+        """The routes that tenants seen so far use."""
+        return self._room.routes
+
+    def expect(self, tenant: Tenant) -> None:
+        """Plans for a tenant; the bank is made that large when one that needs it is acquired."""
+        self._room.add(tenant)
+
+    def prepare(self) -> None:
+        """Makes the bank so large that any `max_adapters` of the tenants expected fit together."""
         if self._bank is None:
-            self._rebuild(capacity)
-        elif not self._bank.capacity.covers(capacity):
-            self._rebuild(self._bank.capacity.union(capacity))
+            if self.routes:
+                self._rebuild(self._room.needed())
+        elif not self._bank.capacity.covers(self._room.needed()):
+            self._rebuild(self._room.grown(self._bank.capacity))
 
     def acquire(self, tenant: Tenant) -> int | None:
         """The slot of a tenant, -1 for the base model; None while all slots are in use.
 
         A tenant too large for the bank makes the bank grow (compiled steps are then compiled anew).
+        Raises: OutOfDeviceMemory if it finds no room on the device; then all is as it was.
         """
         if tenant.adapter is None:
             return -1
@@ -52,7 +70,6 @@ class Residency:
             return None
         self._slot.move_to_end(version)
         self._users[version] = self._users.get(version, 0) + 1
-        self._leaving.discard(version)
         return self._slot[version]
 
     def release(self, tenant: Tenant) -> None:
@@ -62,19 +79,25 @@ class Residency:
         self._users[tenant.version] -= 1
         if not self._users[tenant.version]:
             del self._users[tenant.version]
-            if tenant.version in self._leaving:
-                self._evict(tenant.version)
+            self.tidy(tenant)
 
-    def drop(self, tenant: Tenant) -> None:
-        """The name of a tenant is gone: frees its slot, at once or when its last request ends."""
-        if tenant.version in self._users:
-            self._leaving.add(tenant.version)
-        elif tenant.version in self._slot:
-            self._evict(tenant.version)
+    def tidy(self, tenant: Tenant) -> None:
+        """Frees the slot of a tenant that nobody uses and no name leads to."""
+        version = tenant.version
+        if version in self._slot and version not in self._users and not self._wanted(tenant):
+            self._evict(version)
 
-    def resident(self) -> list[str]:
-        """The versions on the device."""
-        return list(self._slot)
+    def resident(self) -> dict[str, int]:
+        """The slot of each version on the device."""
+        return dict(self._slot)
+
+    def names(self, version: str) -> tuple[str, ...]:
+        """The adapters that a version on the device is made of."""
+        return self._tenant[version].names
+
+    @property
+    def bank(self) -> AdapterBank | None:
+        return self._bank
 
     def slots(self, routes: frozenset[str]) -> Slots:
         """The slots of all sites, narrowed to some routes; the others are not there at all."""
@@ -82,16 +105,42 @@ class Residency:
             return {}
         if routes not in self._views:
             full = self._bank.slots.items()
-            views = {site: narrow(slots, routes) for site, slots in full}
+            views = {site: narrow(slots, kinds_at(site, routes)) for site, slots in full}
             self._views[routes] = {
                 site: view for site, view in views.items() if jax.tree.leaves(view)
             }
         return self._views[routes]
 
+    def forget(self) -> None:
+        """Starts over with an empty device; nobody may use a tenant now."""
+        assert not self._users
+        self._slot.clear()
+        self._tenant.clear()
+        self._views.clear()
+        self._bank = None
+
     def _load(self, tenant: Tenant) -> bool:
         """Brings a tenant to the device; False if all slots or all room is in use."""
-        if self._bank is None or not self._bank.capacity.covers(capacity_for([tenant.adapter], 1)):
-            self.reserve([tenant])
+        if len(self._slot) == self.max_adapters and len(self._users) == len(self._slot):
+            return False
+        before = None if self._bank is None else self._bank.capacity
+        try:
+            if before is None or not before.covers(tenant.need):
+                self._room.add(tenant)
+                self.prepare()
+            return self._insert(tenant)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._bank = None
+            if before is not None:
+                self._rebuild(before)
+            raise OutOfDeviceMemory(
+                f"the device has no memory left for {' + '.join(tenant.names)}; give the KV cache "
+                "less (memory=), or have fewer adapters there at a time (max_adapters=)."
+            ) from error
+
+    def _insert(self, tenant: Tenant) -> bool:
         while True:
             try:
                 slot = self._bank.insert(tenant.adapter)
@@ -108,13 +157,13 @@ class Residency:
     def _evict(self, version: str) -> None:
         self._bank.clear(self._slot.pop(version))
         del self._tenant[version]
-        self._leaving.discard(version)
         self._views.clear()
 
     def _rebuild(self, capacity: BankCapacity) -> None:
         """A larger bank with the same tenants in the same slots."""
+        self._bank = None  # frees the old one first, unless a step still runs on it
+        self._views.clear()
         bank = AdapterBank(self._widths, capacity, self._dtype)
         for version, slot in self._slot.items():
             bank.insert(self._tenant[version].adapter, slot)
         self._bank = bank
-        self._views.clear()

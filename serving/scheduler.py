@@ -9,10 +9,12 @@ Host only, numpy only, no device. The engine calls
 and launches what it gets, in that order.
 """
 
-from collections import deque
+import heapq
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from scute_jax.serving.device_memory import OutOfDeviceMemory
 from scute_jax.serving.pages import PagePool, page_digests
 from scute_jax.serving.residency import Residency
 from scute_jax.serving.sequence import Sequence
@@ -60,7 +62,8 @@ class Scheduler:
     """The waiting, prefilling and decoding sequences, and what they hold.
 
     `settle` is called before a sequence is preempted: it has to hand in the results of everything
-    that was launched, so that the tokens of the sequence are known.
+    that was launched, so that the tokens of the sequence are known. `refuse` ends a waiting
+    sequence whose adapter finds no room on the device.
     """
 
     def __init__(
@@ -68,9 +71,13 @@ class Scheduler:
         limits: Limits,
         pages: PagePool,
         residency: Residency,
-        settle: Callable[[], None] = lambda: None,
+        settle: Callable[[], None],
+        refuse: Callable[[Sequence, str], None],
     ):
-        self.limits, self.pages, self.residency, self.settle = limits, pages, residency, settle
+        self.limits, self.pages, self.residency = limits, pages, residency
+        self.settle, self.refuse = settle, refuse
+        self.allowed = limits.rows  # sequences that may run at a time
+        self.blocks = limits.prefill_blocks[-1]  # blocks that a prefill call may have
         self.waiting: dict[str, deque[Sequence]] = {}  # by tenant version, oldest first
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -106,7 +113,7 @@ class Scheduler:
         work = PrefillWork()
         for sequence in sorted(self.prefilling, key=_age):
             total = len(sequence.known)
-            while sequence.scheduled < total and len(work.blocks) < self.limits.prefill_blocks[-1]:
+            while sequence.scheduled < total and len(work.blocks) < self.blocks:
                 count = min(self.limits.block, total - sequence.scheduled)
                 work.blocks.append((sequence, sequence.scheduled, count))
                 self._schedule(sequence, sequence.scheduled + count)
@@ -145,6 +152,22 @@ class Scheduler:
         else:
             self._unqueue(sequence)
 
+    def preempt_all(self) -> None:
+        """Takes every sequence off the device; all are computed again."""
+        for sequence in sorted(self.running, key=_age, reverse=True):
+            self._preempt(sequence)
+
+    def shrink(self) -> None:
+        """Half as many sequences at a time from now on, and short prefill calls."""
+        self.allowed = max(1, self.allowed // 2)
+        self.blocks = self.limits.prefill_blocks[0]
+
+    def recover(self) -> None:
+        """One sequence more at a time, until the limits are reached."""
+        self.allowed = min(self.limits.rows, self.allowed + 1)
+        if self.allowed == self.limits.rows:
+            self.blocks = self.limits.prefill_blocks[-1]
+
     def _schedule(self, sequence: Sequence, position: int) -> None:
         self._served[sequence.tenant.version] += position - sequence.scheduled
         sequence.scheduled = position
@@ -163,25 +186,36 @@ class Scheduler:
         A request whose adapter finds no slot is overtaken, but only PATIENCE times.
         """
         blocked: list[Sequence] = []
-        while len(self.running) < self.limits.rows:
-            heads = [queue[0] for queue in self.waiting.values() if queue[0] not in blocked]
-            if not heads:
-                return
-            head = min(heads, key=lambda s: (self._served[s.tenant.version], s.number))
-            if any(s.overtaken >= PATIENCE for s in blocked):
-                return
-            slot = self.residency.acquire(head.tenant)
-            if slot is None:
-                blocked.append(head)
-                continue
-            if not self._take_pages(head):
-                self.residency.release(head.tenant)
-                return
-            head.slot = slot
-            self._unqueue(head)
-            self.prefilling.append(head)
-            for sequence in blocked:
-                sequence.overtaken += 1
+        given: Counter[str] = Counter()  # prompt tokens that this call admits
+        heads = [self._head(queue[0], 0) for queue in self.waiting.values()]
+        heapq.heapify(heads)
+        while heads and len(self.running) < self.allowed:
+            *_, head = heapq.heappop(heads)
+            try:
+                slot = self.residency.acquire(head.tenant)
+            except OutOfDeviceMemory as error:
+                self.refuse(head, str(error))
+                slot = None
+            else:
+                if slot is None:
+                    blocked.append(head)
+                    if head.overtaken >= PATIENCE:
+                        return
+                    continue
+                if not self._take_pages(head):
+                    self.residency.release(head.tenant)
+                    return
+                head.slot = slot
+                self._unqueue(head)
+                self.prefilling.append(head)
+                given[head.tenant.version] += len(head.known)
+                for sequence in blocked:
+                    sequence.overtaken += 1
+            if queue := self.waiting.get(head.tenant.version):
+                heapq.heappush(heads, self._head(queue[0], given[head.tenant.version]))
+
+    def _head(self, sequence: Sequence, given: int) -> tuple[int, int, Sequence]:
+        return self._served[sequence.tenant.version] + given, sequence.number, sequence
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """Pages for all tokens to prefill, shared as far as their keys are there already."""

@@ -1,11 +1,12 @@
 """One request on its way through the engine: what the host knows of it."""
 
-from collections import deque
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scute_jax.serving.mailbox import Mailbox
 from scute_jax.serving.registry import Tenant
-from scute_jax.serving.request import Chunk, Completion, FinishReason, Request
+from scute_jax.serving.request import Completion, FinishReason, Request
 from scute_jax.serving.text import TextStream
 
 
@@ -36,7 +37,7 @@ class Sequence:
     stop_tokens: tuple[int, ...]
     seed: int
     text: TextStream
-    sink: deque[Chunk] = field(default_factory=deque)  # what its requester has not taken yet
+    sink: Mailbox = field(default_factory=Mailbox)  # what its requester has not taken yet
     tokens: list[Token] = field(default_factory=list)  # generated
     prompt_scores: list[Token | None] = field(default_factory=lambda: [None])
 
@@ -47,6 +48,10 @@ class Sequence:
     scheduled: int = 0
     overtaken: int = 0  # how often a later request was admitted before it
     finished: bool = False
+
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_at: float | None = None  # when its first token was known
+    last_at: float = 0.0
 
     def add(self, token: Token) -> FinishReason | None:
         """Adds a generated token; the reason to finish if the text ends with it."""

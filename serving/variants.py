@@ -19,6 +19,10 @@ class Variant:
         enough = self.sampled >= need.sampled and self.top >= need.top
         return enough and self.routes >= need.routes
 
+    def __str__(self) -> str:
+        routes = ", ".join(sorted(self.routes)) or "base rows"
+        return f"{routes}, {'sampled' if self.sampled else 'greedy'}"
+
     @property
     def cost(self) -> tuple[int, bool, int]:
         return len(self.routes), self.sampled, self.top
@@ -41,7 +45,7 @@ class Variants:
 
     A step runs the least compiled variant that covers what its batch needs. Where there is none, a
     batch of base rows gets one of its own, and any other batch one with all routes that registered
-    adapters use; `add` states variants that shall be there besides (see Engine.warm_up).
+    adapters use; `add` states variants that shall be there besides (see warm_up.py).
     """
 
     def __init__(self) -> None:
@@ -61,3 +65,17 @@ class Variants:
     def add(self, shape: tuple, variant: Variant) -> None:
         """Makes a variant one of those that a shape may run."""
         self._ready.setdefault(shape, set()).add(variant)
+
+
+RIDING = frozenset(("factors", "scale", "shift"))  # s and b ride in the expand of the factors
+
+
+def ladder(all_routes: frozenset[str]) -> list[Variant]:
+    """The variants to have ready: together they cover whatever a batch can need.
+
+    Base rows; rows whose slots ride with their factors (LoRA, DoRA, IA3 of outputs), which pay for
+    no other route; and everything. Each greedy, and with sampling and alternatives.
+    """
+    routes = dict.fromkeys((frozenset[str](), RIDING & all_routes, all_routes))
+    extras = ((False, 0), (True, MAX_TOP_LOGPROBS))
+    return [Variant(own, sampled, top) for own in routes for sampled, top in extras]

@@ -59,7 +59,7 @@ def test_cancelled_requests_leave_the_others_alone(engine):
     next(cancelled)
     cancelled.close()
     assert texts(engine.generate(requests)) == expected
-    assert engine._pages.held == 0 and not engine._scheduler.busy
+    assert engine._pages.held == 0 and not engine.busy
 
 
 def test_warmed_up_with_one_adapter_then_all_at_once(folders):
@@ -160,16 +160,6 @@ def test_loading_again_reads_the_files_once_each_time(folders, monkeypatch):
         engine.add_adapter("x", folders["lora"])
         engine.generate([ask("x", tokens=2)])
     assert len(reads) == 10 and len(engine._residency.resident()) == 1
-
-
-def test_no_step_is_compiled_twice_for_other_rows_or_adapters(engine):
-    requests = [ask(name, 12, 6, i) for i, name in enumerate(["lora", "oft", "vera", None] * 2)]
-    engine.generate(requests)
-    compiled = engine._runner.compiled
-    for count in range(1, 9):
-        engine.generate(requests[:count])
-    engine.generate([ask(name, 70, 9) for name in ("dora", "ia3", "rslora")])
-    assert engine._runner.compiled == compiled
 
 
 def test_stacks_are_served_in_both_orders(engine, folders):
