@@ -12,6 +12,7 @@ from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
 LEAST = 1e-4  # of the norms
+MOST = 1e18  # of the norms, whose squares are numbers of float32
 INERT = (
     "module_dropout",
     "init_weights",
@@ -30,5 +31,7 @@ def delora(site: Site) -> NormalForm:
     B = site.tensor("delora_B", (site.d_out, r)).T.astype(np.float64)
     bound = site.tensor("delora_lambda", (1,)).astype(np.float64)
     w = site.tensor("delora_w_norm", (site.d_in,))
-    norms = np.linalg.norm(A, axis=0).clip(LEAST) * np.linalg.norm(B, axis=1).clip(LEAST)
-    return NormalForm(terms=(Term(w[:, None] * A, B, d=bound / r / norms),))
+    norms = np.linalg.norm(A, axis=0).clip(LEAST), np.linalg.norm(B, axis=1).clip(LEAST)
+    if np.max(norms) > MOST:
+        site.refuse(f"delora_A or delora_B has a norm above {MOST:g}, which float32 cannot square.")
+    return NormalForm(terms=(Term(w[:, None] * A, B, d=bound / r / (norms[0] * norms[1])),))

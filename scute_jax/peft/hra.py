@@ -16,6 +16,7 @@ from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
 LEAST = 1e-4  # share of a vector that has to be orthogonal to those before it
+LENGTHS = 1e-18, 1e18  # whose squares are numbers of float32
 
 
 @register("HRA", inert=("init_weights",))
@@ -28,8 +29,10 @@ def hra(site: Site) -> NormalForm:
     lengths = np.linalg.norm(U, axis=0)
     if site.shape("hra_u") is None:
         return NormalForm()
-    if not lengths.all():
-        site.refuse("a column of hra_u is zero, so there is no reflection along it.")
+    if lengths.min() < LENGTHS[0] or lengths.max() > LENGTHS[1]:
+        site.refuse(
+            "a column of hra_u is zero or so large that PEFT, in float32, finds no direction in it."
+        )
     U /= lengths
     if site.option("apply_GS", False, kind=bool):
         U, M = _orthogonal(site, U), -2 * np.eye(r)

@@ -17,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import CONFIGS
 
 BASE = "biased"
+# What the names of the tensors of a method start with.
+PREFIXES = "lora|ia3|vera|oft|ssf|hada|lokr|hra|delora|miss|vblora|gralora|psoft|unilora|deft|glora"
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -143,7 +145,7 @@ def add_a_tensor(case: Case):
 @mutation
 def put_in_a_number_that_is_none(case: Case):
     tensors = case.tensors()
-    key = case.pick(tensors)
+    key = case.pick(key for key, array in tensors.items() if array.dtype.kind == "f")
     array = tensors[key].copy()
     array.reshape(-1)[case.rng.integers(array.size)] = case.pick([np.nan, np.inf, -np.inf])
     case.save(tensors | {key: array})
@@ -173,7 +175,7 @@ def rename_a_key(case: Case):
 @mutation
 def rename_all_keys(case: Case):
     def default(key: str) -> str:
-        own = re.search(r"\.(lora|ia3|vera|oft|ssf)_[a-zA-Z_]+", key)
+        own = re.search(rf"\.({PREFIXES})_[a-zA-Z_]+", key)
         return key if own is None else f"{key[: own.end()]}.default{key[own.end() :]}"
 
     rename = case.pick(
@@ -203,6 +205,7 @@ def change_numbers(case: Case):
     scale = np.float32(case.pick([0.0, -1.0, 1e-3, 3.0, 1e30, 1e38]))
     case.save(tensors | {key: tensors[key] * scale})
     case.blame(key, "normal form", "norm", "peft_version", "save_projection")
+    case.names += r"|hra_u|delora_A|deft_P|vblora_logits_[AB]"
 
 
 @mutation

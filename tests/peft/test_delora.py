@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_oracle import compare, peft, save_adapter, serve
@@ -11,6 +12,7 @@ from targets_drawn import bases, with_head
 from test_lora import patterns
 from tiny_checkpoints import CONFIGS
 
+from scute_jax import AdapterError
 from scute_jax.peft import load_peft
 
 ranks = st.integers(1, 9)
@@ -56,3 +58,12 @@ def test_norms_are_those_of_the_file_and_at_least_a_little(tmp_path: Path):
             array[::2] *= 3
     save_file(tensors, folder / "adapter_model.safetensors")
     compare(load_peft(folder, CONFIGS["plain"]), folder, "plain")
+
+
+def test_norms_beyond_float32_are_refused(tmp_path: Path):
+    config = peft.DeloraConfig(r=3, target_modules=["q_proj"])
+    path = save_adapter(config, "plain", tmp_path) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v * 1e20 if k.endswith("_B") else v for k, v in tensors.items()}, path)
+    with pytest.raises(AdapterError, match="layers.0.self_attn.q_proj: delora_A or delora_B has"):
+        load_peft(tmp_path, CONFIGS["plain"])

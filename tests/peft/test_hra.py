@@ -46,11 +46,14 @@ def damaged(tmp_path: Path, gs: bool, change) -> Path:
 
 
 def test_vectors_without_a_direction_are_refused(tmp_path: Path):
-    def empty(u: np.ndarray) -> None:
-        u[:, 1] = 0
+    for scale in (0.0, 1e30, 1e-30):
 
-    with pytest.raises(AdapterError, match=r"layers\.0\.self_attn\.q_proj.*hra_u is zero"):
-        load_peft(damaged(tmp_path, False, empty), CONFIGS["plain"], random_params("plain"))
+        def change(u: np.ndarray, scale: float = scale) -> None:
+            u[:, 1] *= scale
+
+        folder = damaged(tmp_path / str(scale), False, change)
+        with pytest.raises(AdapterError, match=r"layers\.0\.self_attn\.q_proj.*hra_u is zero or"):
+            load_peft(folder, CONFIGS["plain"], random_params("plain"))
 
 
 def test_vectors_in_the_span_of_others_have_no_orthogonal_part(tmp_path: Path):
