@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scute_jax.cli import demo, generate, inspect
+from scute_jax.cli import convert, demo, generate, inspect
 
-COMMANDS = {"generate": generate, "inspect": inspect, "demo": demo}
+COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert, "demo": demo}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

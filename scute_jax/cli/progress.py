@@ -13,8 +13,8 @@ EVERY_S = 10.0  # between lines where stderr is no terminal
 class Status:
     """`with Status("generate", total) as status: status.step(tokens=8)`."""
 
-    def __init__(self, what: str, total: int | None):
-        self._what, self._total = what, total
+    def __init__(self, what: str, total: int | None, unit: str = "requests"):
+        self._what, self._total, self._unit = what, total, unit
         self._console = Console(stderr=True)
         self._done = self._tokens = 0
         self._began = self._said = time.monotonic()
@@ -43,21 +43,24 @@ class Status:
         if not self._console.is_terminal:
             self._say()
 
-    def step(self, requests: int = 0, tokens: int = 0) -> None:
+    def step(self, units: int = 0, tokens: int = 0) -> None:
         """Counts what was finished."""
-        self._done += requests
+        self._done += units
         self._tokens += tokens
         self._bar.update(self._task, completed=self._done, rate=self._rate())
         if not self._console.is_terminal and time.monotonic() - self._said > EVERY_S:
             self._say()
 
     def _rate(self) -> str:
+        if not self._tokens:
+            return ""
         return f"{self._tokens / max(time.monotonic() - self._began, 1e-9):.0f} tokens/s"
 
     def _say(self) -> None:
         self._said = time.monotonic()
         total = "" if self._total is None else f" of {self._total}"
-        print(f"{self._what}: {self._done}{total} requests, {self._rate()}", file=sys.stderr)
+        rate = f", {self._rate()}" if self._tokens else ""
+        print(f"{self._what}: {self._done}{total} {self._unit}{rate}", file=sys.stderr)
 
 
 def say(text: str) -> None:
