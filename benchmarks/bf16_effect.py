@@ -12,7 +12,6 @@ it runs the model in bfloat16.
 import argparse
 import copy
 import json
-import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -24,32 +23,8 @@ import torch
 import transformers
 
 from benchmarks.adapter_tasks import read_examples
+from benchmarks.recipes import five_methods, make
 from scute_jax.serving import Engine, Request, SamplingParams
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-FF = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-
-
-def recipes() -> dict[str, tuple[peft.PeftConfig, float]]:
-    """Name -> (config, how far its trainable numbers are moved): effects of a nat and more."""
-    lora = {"target_modules": EVERY, "init_lora_weights": False}
-    return {
-        "LoRA r16": (peft.LoraConfig(r=16, lora_alpha=16, **lora), 0.06),
-        "LoRA r64": (peft.LoraConfig(r=64, lora_alpha=32, **lora), 0.1),
-        "DoRA r8": (peft.LoraConfig(r=8, use_dora=True, target_modules=EVERY), 0.12),
-        "(IA)3": (peft.IA3Config(**FF), 0.3),
-        "VeRA r256": (peft.VeraConfig(r=256, target_modules=EVERY[:-1]), 0.7),
-        "VeRA r128": (
-            peft.VeraConfig(r=128, target_modules=EVERY[:-1], projection_prng_key=7),
-            0.75,
-        ),
-        "OFT 32": (peft.OFTConfig(oft_block_size=32, target_modules=EVERY), 0.02),
-        "OFT 16 exact": (
-            peft.OFTConfig(oft_block_size=16, use_cayley_neumann=False, target_modules=EVERY),
-            0.04,
-        ),
-    }
 
 
 def main() -> None:
@@ -63,17 +38,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    twin = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model.parent, gguf_file=args.model.name, dtype=torch.float32
-    )
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    twin = twin.to(device).eval()
+    twin = rounded_twin(args.model).to(device)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {
             (name, seed): make(twin, name, seed, config, scale, Path(scratch))
-            for name, (config, scale) in recipes().items()
+            for name, (config, scale) in five_methods().items()
             for seed in range(args.seeds)
         }
         engine = Engine.from_pretrained(
@@ -104,20 +73,15 @@ def main() -> None:
     report(rows, device, args.out)
 
 
-def make(twin, name: str, seed: int, config: peft.PeftConfig, scale: float, scratch: Path) -> Path:
-    """A folder as PEFT writes it, numbers moved by `scale` times a normal one, in bfloat16."""
-    torch.manual_seed(seed)
-    model = peft.get_peft_model(twin, config)
-    generator = torch.Generator().manual_seed(seed)
+def rounded_twin(model: Path):
+    """The base in transformers, float32, its weights rounded to bfloat16 as the engine has them."""
+    twin = transformers.AutoModelForCausalLM.from_pretrained(
+        model.parent, gguf_file=model.name, dtype=torch.float32
+    )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-                parameter.copy_((parameter + scale * noise).bfloat16().float())
-    folder = scratch / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{seed}"
-    model.save_pretrained(folder)
-    model.unload()
-    return folder
+        for parameter in twin.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return twin.eval()
 
 
 def serve(engine: Engine, names, texts) -> dict[str | None, list[np.ndarray]]:

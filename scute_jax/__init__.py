@@ -1,6 +1,7 @@
 """scute_jax: adapters of every common PEFT method in one batch over one frozen base, exactly."""
 
 from scute_jax.apply import SiteParams, apply_normal_form, site_params
+from scute_jax.byte_model import Cost, Machine, byte_cost
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.normal_form import Adapter, NormalForm, Term
@@ -12,11 +13,14 @@ from scute_jax.stack import stack
 __all__ = [
     "Adapter",
     "AdapterError",
+    "Cost",
+    "Machine",
     "NormalForm",
     "Segments",
     "SiteParams",
     "Term",
     "apply_normal_form",
+    "byte_cost",
     "fold",
     "load_peft",
     "save_peft",

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.layer import GROUPS, Load, batch_tiles, layers
-from benchmarks.kernels.timing import copy_bandwidth, kernel_us, median_us
+from benchmarks.kernels.timing import kernel_us
+from scute_jax.calibrate import MIB, copy_bandwidth, median_us
 from scute_jax.kernels.segmented_expand.pallas_triton import ExpandTile, segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import ShrinkTile, segmented_shrink
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     print(f"flags {os.environ.get('XLA_FLAGS', '')!r} jax {jax.__version__}", flush=True)
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bandwidth(256 * MIB)
     results = [{"copy": bandwidth}]
     for rows in map(int, args.rows.split(",")):
         load = Load(rows, (args.rank,) * args.adapters)

@@ -1,0 +1,190 @@
+"""What a tenant of each method costs: bytes, live slots, time per token predicted and measured.
+
+    python -m benchmarks.method_costs --out benchmarks/method_costs.json
+
+One decoder layer of Llama-3.1-8B in bfloat16, 16 tenants of one method with a row each, random
+numbers in the shapes of `method_shapes.json`. Measured: the layer's projections with the adapters
+minus without them, both inside a loop of one jit. Predicted: the byte model with this machine's
+constants, measured in the same run; nothing is fitted. A token passes 32 such layers.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import scute_jax as sj
+from benchmarks.kernels.layer import GROUPS
+from scute_jax.apply import SiteParams, apply_fused
+from scute_jax.byte_model import byte_cost, fused
+from scute_jax.calibrate import measure, median_us
+from scute_jax.normal_form import Blocks, Sparse
+from scute_jax.slots import SiteSlots, pack_site
+
+TENANTS, LOOPS, LAYERS = 16, 40, 32
+MODULES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", type=Path, default=Path("benchmarks/method_shapes.json"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*")
+    args = parser.parse_args()
+    shapes = json.loads(args.shapes.read_text())
+    machine = measure()
+    print(
+        f"{machine.name}: copy {machine.bandwidth / 1e12:.2f} TB/s, cache "
+        f"{machine.cache_bandwidth / 1e12:.2f} TB/s, launch {machine.launch * 1e6:.2f} us",
+        flush=True,
+    )
+    methods = {n: s for n, s in shapes.items() if not args.only or n in args.only}
+    methods = dict(sorted(methods.items(), key=lambda item: most_terms(item[1])))
+    weights = base_weights(jax.random.key(0))
+    base = microseconds(compiled(weights, {}), weights, {})
+    report = {"machine": asdict(machine), "jax": jax.__version__, "base_us": base, "methods": []}
+    alike: dict[str, list[str]] = {}  # methods whose forms have the same shapes cost the same
+    for name, shape in methods.items():
+        alike.setdefault(json.dumps(shape["sites"]), []).append(name)
+    print(f"base layer {base:.1f} us; {len(methods)} methods of {len(alike)} shapes", flush=True)
+    print(f"{'method':12} {'bytes a tenant':>15} {'live':>8} {'predicted':>10} {'measured':>9}  us")
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [
+            (names, pool.submit(prepare, weights, methods[names[0]])) for names in alike.values()
+        ]
+        for names, job in jobs:
+            cost, slots, run = job.result()
+            measured = microseconds(run, weights, slots) - base
+            predicted = cost.seconds(machine) * 1e6
+            for name in names:
+                shape = methods[name]
+                row = {"method": name, "bytes": LAYERS * shape["bytes"], "live": shape["live"]}
+                row |= {"predicted_us": LAYERS * predicted / TENANTS}
+                row |= {"measured_us": LAYERS * measured / TENANTS, "layer_us": measured}
+                report["methods"].append(row | {"layer_predicted_us": predicted})
+                print(
+                    f"{name:12} {row['bytes']:15,} {','.join(row['live']) or '-':>8} "
+                    f"{predicted:10.1f} {measured:9.1f}",
+                    flush=True,
+                )
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def most_terms(shape: dict) -> int:
+    """What takes longest to compile comes last."""
+    return max(len(site["terms"]) for site in shape["sites"].values())
+
+
+def base_weights(key: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
+    """The projections of the layer, random."""
+    keys = iter(jax.random.split(key, 7))
+    return {
+        group: tuple(
+            jax.random.normal(next(keys), (d_in, d_out), jnp.bfloat16) / d_in**0.5 for d_out in outs
+        )
+        for group, (d_in, outs) in GROUPS.items()
+    }
+
+
+def prepare(weights, shape: dict):
+    """The predicted cost of a layer, the pools of its sites, and the compiled loop."""
+    key, slots, costs = jax.random.key(1), {}, []
+    for group, (d_in, outs) in GROUPS.items():
+        sites = []
+        for module, d_out in zip(MODULES[group], outs, strict=True):
+            site = shape["sites"].get(f"layers.0.{module}")
+            if site is None:
+                continue
+            forms = []
+            for _ in range(TENANTS):
+                key, own = jax.random.split(key)
+                forms.append(random_form(own, site, d_in, d_out))
+            slots[module] = pack_site(forms, d_in, d_out, jnp.bfloat16)
+            sites.append(byte_cost(forms, [1] * TENANTS, d_in, d_out))
+        costs.append(fused(sites))
+    total = sum(costs[1:], costs[0])
+    return total, slots, compiled(weights, slots)
+
+
+def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalForm:
+    """A form of these shapes near the identity; shared factors are the same for all tenants."""
+    keys = iter(jax.random.split(key, 1024))
+
+    def normal(*shape, scale=0.01):
+        return (scale * jax.random.normal(next(keys), shape, jnp.float32)).astype(jnp.bfloat16)
+
+    def blocks(d, m):
+        return jnp.eye(m, dtype=jnp.bfloat16) + normal(d // m, m, m)
+
+    def permuted(d, m, key):
+        order = jax.random.permutation(jax.random.key(d), d)
+        return Blocks(blocks(d, m), order, f"{key}-{d}-{m}")
+
+    def term(at, spec):
+        rank = spec["rank"]
+        if not spec["shared"]:
+            return sj.Term(A=normal(d_in, rank), B=normal(rank, d_out))
+        a, b = jax.random.split(jax.random.key(at))
+        A = jax.random.normal(a, (d_in, rank), jnp.bfloat16)
+        B = jax.random.normal(b, (rank, d_out), jnp.bfloat16)
+        u = normal(d_in) if spec["u"] else None
+        return sj.Term(A=A, B=B, d=normal(rank), e=normal(d_out), u=u, pair=f"pair-{at}-{rank}")
+
+    S = None
+    if site["S"]:
+        rows, cols = (
+            jax.random.randint(next(keys), (site["S"],), 0, d, jnp.int32) for d in (d_in, d_out)
+        )
+        S = Sparse(rows, cols, normal(site["S"]))
+    return sj.NormalForm(
+        R=blocks(d_in, site["R"]) if site["R"] else None,
+        s=1 + normal(d_out) if site["s"] else None,
+        b=normal(d_out) if site["b"] else None,
+        terms=tuple(term(at, spec) for at, spec in enumerate(site["terms"])),
+        P=tuple(permuted(d_in, m, f"P{j}") for j, m in enumerate(site["P"])),
+        Q=tuple(permuted(d_out, m, f"Q{j}") for j, m in enumerate(site["Q"])),
+        S=S,
+    )
+
+
+def compiled(weights, slots):
+    """`LOOPS` layers in one jit, compiled."""
+
+    def run(weights, slots, x):
+        seg = sj.segments(jnp.arange(TENANTS), TENANTS, presorted=True)
+
+        def apply(group, x):
+            sites = zip(weights[group], MODULES[group], strict=True)
+            params = tuple(SiteParams(W, None, slots.get(m, SiteSlots())) for W, m in sites)
+            return apply_fused(params, x, seg)
+
+        def layer(_, x):
+            q, k, v = apply("qkv", x)
+            (o,) = apply("o", q + jnp.sum(k + v).astype(q.dtype))
+            gate, up = apply("gate_up", o)
+            (down,) = apply("down", gate * up)
+            return (down / (1e-3 + jnp.abs(down).max())).astype(x.dtype)
+
+        return jax.lax.fori_loop(0, LOOPS, layer, x)
+
+    x = jnp.ones((TENANTS, GROUPS["qkv"][0]), jnp.bfloat16)
+    return jax.jit(run).lower(weights, slots, x).compile()
+
+
+def microseconds(run, weights, slots) -> float:
+    x = jnp.ones((TENANTS, GROUPS["qkv"][0]), jnp.bfloat16)
+    return median_us(run, weights, slots, x, repeats=7, per_call=LOOPS)[0]
+
+
+if __name__ == "__main__":
+    main()

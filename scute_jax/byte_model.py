@@ -1,0 +1,157 @@
+"""What adapters cost in one step: bytes that their routes move, launches, and the time of both.
+
+    time = parameters / bandwidth + activations / (bandwidth of where they lie) + launches * launch
+
+No parameter is fitted: the three constants of a machine are measured (`scute_jax.calibrate`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scute_jax.entries import entries, pass_of
+from scute_jax.fold import fold
+from scute_jax.normal_form import NormalForm
+
+INDEX = 4  # bytes of an index
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured constants: bytes a second to memory and to the last cache, seconds of a launch."""
+
+    name: str
+    bandwidth: float
+    cache_bandwidth: float
+    cache_bytes: int
+    launch: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of the adapters' own arrays, bytes of rows read and written, kernel launches."""
+
+    parameters: int = 0
+    activations: int = 0
+    launches: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.parameters + other.parameters,
+            self.activations + other.activations,
+            self.launches + other.launches,
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.parameters + self.activations
+
+    def seconds(self, machine: Machine) -> float:
+        """The time on a machine. Rows lie in the cache where they fit into half of it."""
+        in_cache = 2 * self.activations <= machine.cache_bytes
+        rows = machine.cache_bandwidth if in_cache else machine.bandwidth
+        moved = self.parameters / machine.bandwidth + self.activations / rows
+        return moved + self.launches * machine.launch
+
+
+def byte_cost(
+    forms: Sequence[NormalForm],
+    rows: Sequence[int],
+    d_in: int,
+    d_out: int,
+    itemsize: int = 2,
+) -> dict[str, Cost]:
+    """Route -> what it costs at one projection, d_in -> d_out, in one step.
+
+    `forms` are the adapters in the batch (an empty NormalForm for base rows) and `rows` how many
+    rows each has. Routes: "low rank" (A, B; s and b ride along), "vectors" (s, b where nothing else
+    touches those rows), "input transform" (R, P), "output transform" (Q), "shared factors",
+    "sparse". A route that no form has is not there. `itemsize`: bytes of one number.
+    """
+    if len(forms) != len(rows):
+        raise ValueError(f"{len(forms)} forms, but rows of {len(rows)}; give one count per form.")
+    widths = (d_in, d_out, itemsize)
+    found = [(fold(form), count) for form, count in zip(forms, rows, strict=True)]
+    costs = {
+        "low rank": _low_rank(found, *widths),
+        "vectors": _vectors(found, *widths),
+        "input transform": _turns(found, "in", sum(rows), *widths),
+        "output transform": _turns(found, "out", sum(rows), *widths),
+        "shared factors": _shared(found, *widths),
+        "sparse": _sparse(found, *widths),
+    }
+    return {route: cost for route, cost in costs.items() if cost.bytes}
+
+
+def fused(costs: Sequence[dict[str, Cost]]) -> Cost:
+    """Projections that read the same x (q, k, v or gate, up): shrink and expand of all in one."""
+    total = sum((cost for site in costs for cost in site.values()), Cost())
+    riding = [
+        site[route].launches for route in ("low rank", "vectors") for site in costs if route in site
+    ]
+    return replace(total, launches=total.launches - sum(riding) + max(riding, default=0))
+
+
+Found = Sequence[tuple[NormalForm, int]]
+
+
+def _low_rank(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """Factors and vectors once for each adapter; of its rows x, and h twice."""
+    live = [(form, rows) for form, rows in found if form.rank and rows]
+    parameters = sum(form.rank * (d_in + d_out) + _ride(form, d_out) for form, _ in live)
+    activations = sum(rows * (d_in + 2 * d_out) for _, rows in live)
+    return Cost(itemsize * parameters, itemsize * activations, 2 * bool(live))
+
+
+def _ride(form: NormalForm, d_out: int) -> int:
+    return d_out * ((form.s is not None) + (form.b is not None))
+
+
+def _vectors(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """s and b of adapters without factors; no launch where others have factors at this site."""
+    live = [(form, rows) for form, rows in found if rows and not form.rank and _ride(form, d_out)]
+    expand = any(form.rank and rows for form, rows in found)
+    parameters = sum(_ride(form, d_out) for form, _ in live)
+    activations = sum(2 * rows * d_out for _, rows in live)
+    if not live:
+        return Cost()
+    return Cost(itemsize * parameters, itemsize * activations, 0 if expand else 1)
+
+
+def _turns(found: Found, side: str, total: int, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """A pass over all rows for each kind of rotation, and the blocks of its adapters."""
+    passes: dict[str, int] = {}
+    for form, rows in found:
+        for kind, own in entries(form).items():
+            place = pass_of(kind)
+            here = "in" if kind == "input" else place and place[0]
+            if rows and here == side:
+                passes[kind] = passes.get(kind, 0) + own[0]["values"].size
+    width = d_in if side == "in" else d_out
+    cost = Cost()
+    for parameters in passes.values():
+        cost += Cost(itemsize * parameters, itemsize * 2 * total * width, 1)
+    return cost
+
+
+def _shared(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """Each pair once, however many adapters use it; their own vectors; their rows."""
+    pairs: dict[str, int] = {}
+    parameters = activations = 0
+    for form, rows in found:
+        terms = [term for term in form.terms if term.pair is not None]
+        if not rows or not terms:
+            continue
+        pairs |= {term.pair: term.rank for term in terms}
+        own = sum(term.rank + d_out + (0 if term.u is None else d_in) for term in terms)
+        parameters += own
+        activations += rows * (len(terms) * d_in + 2 * d_out)
+    parameters += sum(rank * (d_in + d_out) for rank in pairs.values())
+    return Cost(itemsize * parameters, itemsize * activations, 2 * bool(pairs))
+
+
+def _sparse(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """Values with two indices each; a gather from x and an addition to h for each of them."""
+    live = [(form.S.values.size, rows) for form, rows in found if form.S is not None and rows]
+    parameters = sum(count * (itemsize + 2 * INDEX) for count, _ in live)
+    activations = sum(rows * itemsize * (count + 2 * d_out) for count, rows in live)
+    return Cost(parameters, activations, 2 * bool(live))

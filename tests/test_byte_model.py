@@ -1,0 +1,60 @@
+"""The byte model against bytes counted by hand."""
+
+import numpy as np
+import pytest
+from forms import random_blocks, random_form, random_sparse, random_term, shared_pairs
+
+import scute_jax as sj
+from scute_jax.byte_model import fused
+
+RNG = np.random.default_rng(0)
+D_IN, D_OUT = 24, 10
+
+
+def test_each_route_counts_what_it_moves():
+    lora = random_form(RNG, D_IN, D_OUT, "s", terms=[random_term(RNG, D_IN, D_OUT, 3)])
+    turned = random_form(RNG, D_IN, D_OUT, block=4)
+    ia3 = random_form(RNG, D_IN, D_OUT, "s")
+    vera = [
+        random_form(
+            RNG, D_IN, D_OUT, terms=[random_term(RNG, D_IN, D_OUT, 0, "de", shared_pairs()[0])]
+        )
+        for _ in range(3)
+    ]
+    rank = vera[0].terms[0].rank
+    sparse = sj.NormalForm(S=random_sparse(RNG, D_IN, D_OUT, 13))
+    forms = [lora, turned, ia3, *vera, sparse, sj.NormalForm(), lora]
+    rows = [2, 3, 4, 1, 1, 0, 2, 50, 0]
+    cost = sj.byte_cost(forms, rows, D_IN, D_OUT, itemsize=2)
+    assert cost["low rank"] == sj.Cost(
+        2 * (3 * (D_IN + D_OUT) + D_OUT), 2 * 2 * (D_IN + 2 * D_OUT), 2
+    )
+    assert cost["vectors"] == sj.Cost(2 * D_OUT, 2 * 4 * 2 * D_OUT, 0)
+    assert cost["input transform"] == sj.Cost(2 * D_IN * 4, 2 * 2 * sum(rows) * D_IN, 1)
+    shared = rank * (D_IN + D_OUT) + 2 * (rank + D_OUT)  # the third tenant has no row
+    assert cost["shared factors"] == sj.Cost(2 * shared, 2 * 2 * (D_IN + 2 * D_OUT), 2)
+    assert cost["sparse"] == sj.Cost(13 * (2 + 8), 2 * 2 * (13 + 2 * D_OUT), 2)
+    assert set(cost) == {"low rank", "vectors", "input transform", "shared factors", "sparse"}
+
+
+def test_a_route_that_no_row_needs_costs_nothing():
+    forms = [sj.NormalForm(), random_form(RNG, D_IN, D_OUT, "s", block=4)]
+    assert sj.byte_cost(forms, [5, 0], D_IN, D_OUT) == {}
+    with pytest.raises(ValueError, match="one count per form"):
+        sj.byte_cost(forms, [5], D_IN, D_OUT)
+
+
+def test_every_pass_is_counted_and_fused_slices_share_their_launches():
+    turned = sj.NormalForm(P=(random_blocks(RNG, D_IN, 4, 1), random_blocks(RNG, D_IN, 3, 2)))
+    cost = sj.byte_cost([turned], [7], D_IN, D_OUT)["input transform"]
+    assert cost == sj.Cost(2 * D_IN * (4 + 3), 2 * 2 * 2 * 7 * D_IN, 2)
+    lora = random_form(RNG, D_IN, D_OUT, terms=[random_term(RNG, D_IN, D_OUT, 3)])
+    site = sj.byte_cost([lora], [1], D_IN, D_OUT)
+    assert fused([site, site, site]).launches == 2
+    assert fused([site, site]).bytes == 2 * site["low rank"].bytes
+
+
+def test_time_is_bytes_over_bandwidth_and_launches():
+    machine = sj.Machine("any", bandwidth=1e6, cache_bandwidth=4e6, cache_bytes=1000, launch=1e-6)
+    assert sj.Cost(2000, 400, 3).seconds(machine) == pytest.approx(2e-3 + 1e-4 + 3e-6)
+    assert sj.Cost(0, 800, 0).seconds(machine) == pytest.approx(8e-4)
