@@ -162,6 +162,8 @@ def _vocabulary_rows(
     together = [HEAD, EMBEDDING] if reading.base.tied else [module.module]
     if module.module in trained:
         found = _weight(reading, module, TRAINED, shape, needed=True)
+        held = reading.names.modules.get(module.module, {})
+        reading.used.update(held[name] for name in FROZEN if name in held)  # what it replaces
         if found is not None and ties_saved(reading.options, reading.base):
             held = [reading.names.modules.get(m, {}).get("weight") for m in together]
             found = _agreeing(reading, [key for key in held if key is not None], shape)

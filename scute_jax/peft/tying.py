@@ -1,7 +1,8 @@
 """What PEFT ties beside the base's own tying of head and embedding.
 
-Trained tokens of the embedding are those of a tied head. With ensure_weight_tying, a LoRA of the embedding or of the head is one of both (the head gets the
-factors transposed), and so are modules_to_save. Without it, each is adapted by itself.
+Trained tokens of the embedding are those of a tied head. With ensure_weight_tying, a LoRA of the
+embedding or of the head is one of both (the head gets the factors transposed), and so are
+modules_to_save. Without it, each is adapted by itself.
 Source: PEFT 0.21, BaseTuner._check_tied_modules of tuners/tuners_utils.py.
 """
 
@@ -35,8 +36,12 @@ def _ties_targets(options: Options, base: Base) -> bool:
 
 
 def check_tied(reading: Reading) -> None:
-    """Raises AdapterError if the factors of a tied LoRA are not the same on both sides."""
-    if not _ties_targets(reading.options, reading.base):
+    """Raises AdapterError if the factors of a tied LoRA are not the same on both sides.
+
+    Other initialisations give the head factors of its own, and PEFT trains and loads them apart.
+    """
+    init = reading.options.get("init_lora_weights", True)
+    if not _ties_targets(reading.options, reading.base) or init not in (True, False, "gaussian"):
         return
     held = reading.names.modules
     for name, other in (
