@@ -1,7 +1,8 @@
 """The definition of the sparse update: x S for rows of many adapters."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.gather import gather_rows, scatter_rows
 from scute_jax.kernels.pools import SparseEntries
@@ -21,14 +22,20 @@ def sparse_update(
     index, valid = tiles.row_index(x.shape[0])
     entry = sparse.row[tiles.slot]
     rows, cols, values = (
-        jnp.take(part, entry, axis=0, mode="clip")[:, None, :]
+        jnp.take(part, entry, axis=0, mode="clip")
         for part in (sparse.rows, sparse.cols, sparse.values)
-    )  # [n, 1, z]
-    x_tiles = gather_rows(x, index).astype(jnp.float32)
-    h_tiles = gather_rows(h, index).astype(jnp.float32)
-    shape = (*x_tiles.shape[:2], rows.shape[-1])
-    taken = jnp.take_along_axis(x_tiles, jnp.broadcast_to(rows, shape), axis=-1)
-    n, size, _ = shape
-    place = (jnp.arange(n)[:, None, None], jnp.arange(size)[None, :, None], cols)
-    added = h_tiles.at[place].add(taken * values.astype(jnp.float32), mode="drop")
+    )  # [n, z]
+
+    def add(
+        h: Float[Array, "size d_out"],
+        x: Float[Array, "size d_in"],
+        rows: Int[Array, "z"],
+        cols: Int[Array, "z"],
+        values: Float[Array, "z"],
+    ) -> Float[Array, "size d_out"]:
+        products = jnp.take(x, rows, axis=1, mode="clip") * values[None, :]
+        return h.at[:, cols].add(products, mode="drop")
+
+    x_tiles, h_tiles = (gather_rows(part, index).astype(jnp.float32) for part in (x, h))
+    added = jax.vmap(add)(h_tiles, x_tiles, rows, cols, values.astype(jnp.float32))
     return scatter_rows(h, index, valid & (entry >= 0)[:, None], added)
