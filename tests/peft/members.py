@@ -1,7 +1,7 @@
 """One amplified adapter of every method that the PEFT library has, for tests that mix them.
 
-Name of the method -> its configuration in PEFT. What is served and is not in this list changes no
-projection (LN_TUNING, TRAINABLE_TOKENS) or is no method of the installed PEFT (SSF, BONE).
+Name of the method -> its configuration in PEFT, made for some projections; ELSEWHERE are those that
+change none. NOT_OF_PEFT are served, too, but are no methods of the installed PEFT.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from scute_jax import Adapter
 from scute_jax.peft import load_peft
 
 TASK = 1  # of the adapter that mixes its parts per task
-ELSEWHERE = {"LN_TUNING", "TRAINABLE_TOKENS"}
+TOKENS = [5, 11, 60]  # that the adapter with rows of its own replaces
 NOT_OF_PEFT = {"SSF", "BONE"}
 
 
@@ -66,9 +66,16 @@ CONFIGS_OF: dict[str, Callable[[list[str]], Any]] = {
 }
 
 
+ELSEWHERE: dict[str, Callable[[list[str]], Any]] = {
+    "LN_TUNING": lambda modules: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+    "TRAINABLE_TOKENS": lambda modules: peft.TrainableTokensConfig(token_indices=TOKENS),
+}
+
+
 def save_member(name: str, base: str, folder: Path, modules: list[str], scale: float = 0.3) -> Path:
     """The files of the adapter of a method, on these modules of a tiny base."""
-    return save_adapter(quiet(CONFIGS_OF[name], modules=modules), base, folder, scale=scale)
+    config = quiet((CONFIGS_OF | ELSEWHERE)[name], modules=modules)
+    return save_adapter(config, base, folder, scale=scale)
 
 
 def load_member(name: str, folder: Path, config: Any, params: Any) -> Adapter:

@@ -65,7 +65,7 @@ def _ssf(rng, folder, plain):
 
 
 def test_every_method_that_is_served_is_a_member(batch):
-    assert {m.name for m in methods()} == set(CONFIGS_OF) | NOT_OF_PEFT | ELSEWHERE
+    assert {m.name for m in methods()} == {*CONFIGS_OF, *ELSEWHERE, *NOT_OF_PEFT}
     assert {name for form, _, _ in batch.values() for name in form.live} == set("PRQsbudeS")
 
 
