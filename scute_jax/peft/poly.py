@@ -38,8 +38,8 @@ def poly(site: Site) -> NormalForm:
     if task is None or not 0 <= task < tasks:
         site.refuse_field(
             "task_id",
-            "a Poly adapter computes another function for each task; state which one is served by "
-            f'options={{"task_id": n}} of load_peft, n from 0 to {tasks - 1}',
+            "a Poly adapter computes another function for each task; state which one is served, "
+            f'n from 0 to {tasks - 1}: options={{"task_id": n}} of load_peft, or "task_id": n here',
         )
     i, o = site.d_in // splits, site.d_out // splits
     A = site.tensor("poly_lora_A", (splits, skills, i, r)).astype(np.float64)

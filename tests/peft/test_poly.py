@@ -1,5 +1,6 @@
 """Poly against the PEFT library: one adapter for each task of a file."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_oracle import compare, peft, quiet, save_adapter, torch
+from safetensors.numpy import load_file, save_file
 from targets_drawn import bases, modules
 from tiny_checkpoints import CONFIGS, write
 
@@ -64,9 +66,35 @@ def test_each_task_is_an_adapter_of_its_own(tmp_path: Path):
 @pytest.mark.parametrize("options", [{}, {"task_id": 3}, {"task_id": -1}])
 def test_a_task_that_is_none_is_refused(options: dict, tmp_path: Path):
     folder = save_adapter(make(n_tasks=3, target_modules=["q_proj"]), "plain", tmp_path)
-    message = r"task_id.*another function for each task.*options=\{.task_id.: n\}.*from 0 to 2"
+    message = r"task_id.*another function for each task.*n from 0 to 2: options=\{.task_id.: n\}"
     with pytest.raises(AdapterError, match=message):
         load_peft(folder, CONFIGS["plain"], options=options)
+
+
+def test_a_task_in_the_config_is_the_one_that_is_stated(tmp_path: Path):
+    folder = save_adapter(make(n_tasks=3, target_modules=["q_proj"]), "plain", tmp_path, scale=1.0)
+    stated = load_peft(folder, CONFIGS["plain"], options={"task_id": 2})
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_id": 2}))
+    assert load_peft(folder, CONFIGS["plain"]).version == stated.version
+
+
+@pytest.mark.parametrize("name", ["poly_lora_A", "poly_lora_B", "poly_router.module_logits"])
+def test_tensors_that_are_missing_or_of_another_shape_are_refused(name: str, tmp_path: Path):
+    folder = save_adapter(make(n_tasks=3, target_modules=["q_proj"]), "plain", tmp_path)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith(name))
+    array = tensors.pop(key)
+    save_file(tensors, path)
+    with pytest.raises(AdapterError, match=f"1 tensor.s. missing: '{key}'"):
+        load_peft(folder, CONFIGS["plain"], options={"task_id": 0})
+    save_file(tensors | {key: array[..., :-1]}, path)
+    with pytest.raises(AdapterError, match=f"{key}' has shape"):
+        load_peft(folder, CONFIGS["plain"], options={"task_id": 0})
+    save_file(tensors | {key: array, f"{key}_more": array}, path)
+    with pytest.raises(AdapterError, match=f"of no use: '{key}_more'"):
+        load_peft(folder, CONFIGS["plain"], options={"task_id": 0})
 
 
 def test_other_routers_and_splits_that_do_not_fit_are_refused(tmp_path: Path):

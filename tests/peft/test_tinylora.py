@@ -3,18 +3,16 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_oracle import compare, peft, quiet, save_adapter, serve, torch
+from peft_oracle import compare, peft, quiet, save_adapter, serve
 from safetensors.numpy import load_file, save_file
 from targets_drawn import bases, with_head
 from tiny_checkpoints import CONFIGS
 
 from scute_jax import AdapterError
 from scute_jax.peft import load_peft
-from scute_jax.peft.torch_normal import torch_normal
 
 
 def make(**fields) -> peft.TinyLoraConfig:
@@ -91,17 +89,3 @@ def test_a_projection_that_is_missing_is_not_drawn_unless_the_config_says_so(fol
     with pytest.raises(AdapterError, match="4 tensor.s. missing: .*tinylora_P"):
         load(folder)
     assert load(folder, save_projection=False).sites
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(-(2**63), 2**64 - 1),
-    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
-    st.floats(0.01, 3),
-)
-def test_normal_numbers_are_those_of_torch(seed, shape, std):
-    generator = torch.Generator().manual_seed(seed)
-    theirs = torch.normal(mean=0.0, std=std, size=shape, generator=generator).numpy()
-    ours = torch_normal(seed, shape, std)
-    assert ours.dtype == np.float32 and ours.shape == shape
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
