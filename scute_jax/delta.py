@@ -6,6 +6,7 @@ D stays a product of two thin factors where the form leaves W alone. Everything 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -41,17 +42,17 @@ def delta_of(
     factors = [term_factors(term) for term in form.terms]
     A = np.concatenate([np.zeros((d_in, 0)), *(a for a, _ in factors)], axis=1)
     B = np.concatenate([np.zeros((0, d_out)), *(b for _, b in factors)], axis=0)
-    shift = None if form.b is None else np.float64(form.b)
+    shift = None if form.b is None else _wide(form.b)
     acts = bool(form.P or form.Q or form.R is not None or form.s is not None)
     if not acts and form.S is None and 2 * A.shape[1] <= min(d_in, d_out):
         delta = Delta(A, B, shift)
     else:
         D = A @ B
         if acts:
-            W = np.float64(W)
+            W = _wide(W)
             D += _behind(form, _before(form, W)) - W
             if bias is not None:
-                moved = _behind(form, np.float64(bias)[None])[0] - bias
+                moved = _behind(form, _wide(bias)[None])[0] - bias
                 shift = moved if shift is None else shift + moved
         if form.S is not None:
             np.add.at(D, (np.asarray(form.S.rows), np.asarray(form.S.cols)), form.S.values)
@@ -68,14 +69,14 @@ def through_norm(
     b: Float[np.ndarray, "d_in"] | None,
 ) -> Delta:
     """The delta of a projection that reads y s + b of an adapted norm where the base reads y."""
-    whole = np.float64(W) + delta.matrix()
+    whole = _wide(W) + delta.matrix()
     shift = delta.shift
     if b is not None:
-        moved = np.float64(b) @ whole
+        moved = _wide(b) @ whole
         shift = moved if shift is None else shift + moved
     if s is None:
         return replace(delta, shift=shift)
-    return Delta(np.float64(s)[:, None] * whole - W, None, shift)
+    return Delta(_wide(s)[:, None] * whole - W, None, shift)
 
 
 def norm_before(site: str) -> str:
@@ -93,25 +94,25 @@ def term_factors(
     term: Term,
 ) -> tuple[Float[np.ndarray, "d_in r"], Float[np.ndarray, "r d_out"]]:
     """Both factors of a folded term, with the vectors that stay live on a shared pair inside."""
-    A, B = np.float64(term.A), np.float64(term.B)
-    A = A if term.u is None else np.float64(term.u)[:, None] * A
-    A = A if term.d is None else A * np.float64(term.d)
-    return A, B if term.e is None else B * np.float64(term.e)
+    A, B = _wide(term.A), _wide(term.B)
+    A = A if term.u is None else _wide(term.u)[:, None] * A
+    A = A if term.d is None else A * _wide(term.d)
+    return A, B if term.e is None else B * _wide(term.e)
 
 
 def _before(form: NormalForm, W: np.ndarray) -> np.ndarray:
     """P R W."""
     blocks = (*form.P, *(() if form.R is None else (Blocks(form.R),)))
     for one in reversed(blocks):
-        W = blocks_times(one, W)
+        W = np.asarray(blocks_times(one, W))
     return W
 
 
 def _behind(form: NormalForm, W: np.ndarray) -> np.ndarray:
     """W Q s."""
     for blocks in form.Q:
-        W = times_blocks(W, blocks)
-    return W if form.s is None else W * np.float64(form.s)
+        W = np.asarray(times_blocks(W, blocks))
+    return W if form.s is None else W * _wide(form.s)
 
 
 def _with_rows(delta: Delta, rows: TokenRows, W: np.ndarray) -> Delta:
@@ -119,8 +120,8 @@ def _with_rows(delta: Delta, rows: TokenRows, W: np.ndarray) -> Delta:
 
     The width of the rows tells which of the two it is.
     """
-    ids, new = np.asarray(rows.ids), np.float64(rows.rows)
-    is_embedding = W.shape[1] == new.shape[1]
+    ids, new = np.asarray(rows.ids), _wide(rows.rows)
+    is_embedding = W.shape[1] == rows.rows.shape[1]
     tokens = W.shape[0] if is_embedding else W.shape[1]
     if (ids >= tokens).any():
         raise AdapterError(
@@ -129,15 +130,15 @@ def _with_rows(delta: Delta, rows: TokenRows, W: np.ndarray) -> Delta:
         )
     is_new = np.isin(np.arange(tokens), ids)
     if not is_embedding:
-        return _with_columns(delta, ids, is_new, new.T - np.float64(W[:, ids]))
-    change = new - np.float64(W[ids]) - (0 if delta.shift is None else delta.shift)
+        return _with_columns(delta, ids, is_new, new.T - _wide(W[:, ids]))
+    change = new - _wide(W[ids]) - (0 if delta.shift is None else delta.shift)
     left = np.where(is_new[:, None], 0, delta.left)
     if delta.right is None:
         left[ids] = change
         return replace(delta, left=left)
     return replace(
         delta,
-        left=np.hstack([left, np.float64(np.arange(tokens)[:, None] == ids)]),
+        left=np.hstack([left, _wide(np.arange(tokens)[:, None] == ids)]),
         right=np.vstack([delta.right, change]),
     )
 
@@ -149,5 +150,9 @@ def _with_columns(delta: Delta, ids: np.ndarray, is_new: np.ndarray, change: np.
         left[:, ids] = change
         return Delta(left, None, shift)
     right = np.where(is_new, 0, delta.right)
-    chosen = np.float64(ids[:, None] == np.arange(len(is_new)))
+    chosen = _wide(ids[:, None] == np.arange(len(is_new)))
     return Delta(np.hstack([delta.left, change]), np.vstack([right, chosen]), shift)
+
+
+def _wide(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float64)

@@ -55,7 +55,7 @@ def fit(delta: Delta, rank: int, moments: Moments | None = None) -> Fit:
 
 def root_of(moments: Moments) -> Root:
     """K with K K^T = M, made regular."""
-    M = np.float64(moments)
+    M = np.asarray(moments, np.float64)
     if M.ndim == 1:
         return np.sqrt(M + RIDGE * M.mean())
     return np.linalg.cholesky(M + RIDGE * np.diag(M).mean() * np.eye(len(M)))
@@ -82,15 +82,15 @@ def _iterated(D: Float[np.ndarray, "n m"], rank: int):
 
     Source: algorithm 4.4 of Halko, Martinsson and Tropp (arXiv:0909.4061).
     """
-    Y = D @ np.random.default_rng(0).standard_normal((D.shape[1], rank + OVERSAMPLED))
-    held = 0.0
+    width = rank + OVERSAMPLED
+    Q = np.linalg.qr(D @ np.random.default_rng(0).standard_normal((D.shape[1], width)))[0]
+    U, s, Vt = np.linalg.svd(Q.T @ D, full_matrices=False)
     for _ in range(MOST):
-        Q = np.linalg.qr(Y)[0]
+        held = _squared(s[:rank])
+        Q = np.linalg.qr(D @ Vt.T)[0]
         U, s, Vt = np.linalg.svd(Q.T @ D, full_matrices=False)
-        now = float((s[:rank] ** 2).sum())
-        if now - held <= SETTLED * now:
+        if _squared(s[:rank]) - held <= SETTLED * held:
             break
-        held, Y = now, D @ Vt.T
     return (Q @ U)[:, :rank], s[:rank], Vt[:rank]
 
 
@@ -110,9 +110,7 @@ def _through_root(root: Root | None, U: np.ndarray) -> np.ndarray:
 
 def _errors(root: Root | None, delta: Delta, A: np.ndarray, B: np.ndarray) -> tuple[float, float]:
     """|K^T D|^2 and |K^T (D - A B)|^2."""
-    A, B = np.float64(A), np.float64(B)
-    left = _times_root(root, delta.left)
-    A = _times_root(root, A)
+    left, A = (_times_root(root, np.asarray(a, np.float64)) for a in (delta.left, A))
     if delta.right is None:
         return _squared(left), _squared(left - A @ B)
     both = np.hstack([left, -A]), np.vstack([delta.right, B])
@@ -129,5 +127,5 @@ def _squared(D: np.ndarray) -> float:
 
 def _squared_product(left: np.ndarray, right: np.ndarray) -> float:
     """|left right|^2 without the product."""
-    S, T = np.linalg.qr(left, mode="r"), np.linalg.qr(right.T, mode="r")
+    S, T = np.linalg.qr(left)[1], np.linalg.qr(right.T)[1]
     return _squared(S @ T.T)

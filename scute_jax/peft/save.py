@@ -159,9 +159,9 @@ def _zero_factors(module: str, adapter: Adapter) -> tuple[np.ndarray, np.ndarray
 
 def _widths(module: str, adapter: Adapter) -> tuple[int, int]:
     """(d_in, d_out) of a site as the adapter's metadata has it."""
-    for site, *widths in _stated_widths(adapter.info):
+    for site, d_in, d_out in _stated_widths(adapter.info):
         if _module(site) == module:
-            return tuple(widths)
+            return d_in, d_out
     raise AdapterError(
         f"{module}: the form of this site does not show its widths, and the adapter was not loaded "
         "from a checkpoint that did; leave the site out, or give it a term of zeros."
