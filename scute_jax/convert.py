@@ -83,6 +83,9 @@ def deltas_of(adapter: Adapter, config: Any, params: Any) -> Iterator[tuple[str,
     What it does to a norm is added at the projections that read this norm.
     """
     base = Base.from_config(config)
+    known = {*(p.site for p in base.projections), *(m.removeprefix("model.") for m in base.others)}
+    if unknown := [site for site in adapter.sites if site not in known]:
+        raise AdapterError(f"{unknown[0]}: the base has no such module; is it another model?")
     weights, norms = BaseWeights(params, base), _norms(adapter)
     if EMBEDDING in adapter:
         E = weights.module_weight(f"model.{EMBEDDING}", WHY)

@@ -192,6 +192,9 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path):
         convert_to_lora(nothing, CONFIG, PARAMS, 0)
     with pytest.raises(AdapterError, match="q_proj: the base's own weight is needed"):
         convert_to_lora(nothing, CONFIG, None, 4)
+    shift = NormalForm(b=np.ones(48, np.float32))
+    with pytest.raises(AdapterError, match="layers.2.input_layernorm: the base has no such module"):
+        convert_to_lora(Adapter({"layers.2.input_layernorm": shift}, "X", "0"), CONFIG, PARAMS, 4)
     more = TokenRows(np.array([97]), np.ones((1, 48), np.float32))
     with pytest.raises(AdapterError, match="lm_head: it adds tokens"):
         convert_to_lora(Adapter({"lm_head": NormalForm(rows=more)}, "X", "0"), CONFIG, PARAMS, 4)
