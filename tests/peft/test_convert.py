@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forms import apply_over
-from peft_oracle import ROWS, compare, layer_output, load_with_peft, peft, quiet, save_adapter
+from peft_oracle import (
+    ROWS,
+    compare,
+    layer_output,
+    load_with_peft,
+    peft,
+    quiet,
+    save_adapter,
+    torch,
+)
 from tiny_checkpoints import CONFIGS, base_output, projections, random_params
 
 from scute_jax import Adapter, AdapterError, NormalForm, Term, stack
@@ -162,23 +171,24 @@ def test_norms_move_into_the_projections_behind_them(tmp_path: Path):
             np.testing.assert_allclose(layer_output(model, p.module, y), expected, atol=2e-4)
 
 
-def test_replaced_tokens_and_a_shifted_embedding(tmp_path: Path):
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("name", ["biased", "tied"])
+def test_replaced_tokens_and_a_shifted_embedding(name: str, tmp_path: Path):
+    rng, params = np.random.default_rng(0), random_params(name)
     rows = TokenRows(np.array([5, 96]), rng.normal(size=(2, 48)).astype(np.float32))
     sites = {"embed_tokens": NormalForm(b=np.ones(48, np.float32), rows=rows)}
     sites["lm_head"] = NormalForm(rows=rows)
-    lora, report = convert_to_lora(Adapter(sites, "TRAINABLE_TOKENS", "0"), CONFIG, PARAMS, 3)
+    lora, report = convert_to_lora(
+        Adapter(sites, "TRAINABLE_TOKENS", "0"), CONFIGS[name], params, 3
+    )
     assert [site.rank for site in report.sites] == [3, 2]
     save_peft(lora, tmp_path)
-    model = load_with_peft(tmp_path, BASE).base_model.model
-    import torch
-
-    expected = PARAMS["model.embed_tokens.weight"] + 1
+    model = load_with_peft(tmp_path, name).base_model.model
+    expected = params["model.embed_tokens.weight"] + 1
     expected[rows.ids] = rows.rows
     found = model.get_submodule("model.embed_tokens")(torch.arange(97)).detach().numpy()
     np.testing.assert_allclose(found, expected, atol=1e-5)
     head = model.get_submodule("lm_head")(torch.eye(48)).detach().numpy().T
-    expected = PARAMS["lm_head.weight"].copy()
+    expected = params["lm_head.weight"].copy()
     expected[rows.ids] = rows.rows
     np.testing.assert_allclose(head, expected, atol=1e-5)
 
