@@ -71,8 +71,9 @@ def forward(
     x = apply_embedding(params.embed_tokens, _of(slots, EMBEDDING), token, segments)
 
     def norm(x: Array, weight: Array, site: str) -> Array:
-        x = apply_norm(normalised(x, config.rms_norm_eps), weight, _of(slots, site), segments)
-        return x.astype(dtype)
+        x = normalised(x, config.rms_norm_eps)
+        own, how = _of(slots, site), implementation
+        return apply_norm(x, weight, own, segments, implementation=how).astype(dtype)
 
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     places = _places(batch, cache)

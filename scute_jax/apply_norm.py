@@ -4,13 +4,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from scute_jax.kernels import segmented_update, sparse_update
+from scute_jax.kernels import Implementation, segmented_update, sparse_update
 from scute_jax.segments import Segments
 from scute_jax.slots import SiteSlots
 
 
 def apply_norm(
-    x: Float[Array, "t d"], weight: Float[Array, "d"], slots: SiteSlots, seg: Segments
+    x: Float[Array, "t d"],
+    weight: Float[Array, "d"],
+    slots: SiteSlots,
+    seg: Segments,
+    *,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "t d"]:
     """(x * weight) * s + b + x S of each row's adapter, for x that is normalised already.
 
@@ -21,7 +26,8 @@ def apply_norm(
     if not jax.tree.leaves(slots):
         return h
     x, h = seg.sort(x), seg.sort(h)
-    (h,) = segmented_update((h,), x, (None,), (slots.scale,), (slots.shift,), seg.tiles)
+    parts = (None,), (slots.scale,), (slots.shift,)
+    (h,) = segmented_update((h,), x, *parts, seg.tiles, implementation=implementation)
     if slots.sparse is not None:
         h = sparse_update(h, x, slots.sparse, seg.tiles)
     return seg.unsort(h)
