@@ -43,8 +43,9 @@ def read(**fields) -> tuple[str, ...]:
     patterns=st.one_of(
         st.none(), st.sampled_from(["layers", "h", "l.*s", []]), st.just(["h", "layers"])
     ),
+    saved=st.one_of(st.none(), lists),
 )
-def test_as_peft_matches(wanted, excluded, layers, patterns):
+def test_as_peft_matches(wanted, excluded, layers, patterns, saved):
     tuners = pytest.importorskip("peft.tuners.tuners_utils", reason="the oracle is PEFT")
     if layers is None or isinstance(wanted, str):
         layers = patterns = None  # PEFT refuses them then, see below
@@ -53,8 +54,9 @@ def test_as_peft_matches(wanted, excluded, layers, patterns):
         "exclude_modules": excluded,
         "layers_to_transform": layers,
         "layers_pattern": patterns,
+        "modules_to_save": saved,
     }
-    config = SimpleNamespace(**fields, modules_to_save=None, target_parameters=None)
+    config = SimpleNamespace(**fields, target_parameters=None)
     modules = ["model.embed_tokens", *(p.module for p in BASE.projections)]
     expected = tuple(m for m in modules if tuners.check_target_module_exists(config, m))
     if expected:
