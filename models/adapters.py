@@ -43,6 +43,14 @@ def vocabulary(adapter: Adapter | None, base: int) -> int:
     return base if rows is None or not len(rows.ids) else max(base, int(rows.ids.max()) + 1)
 
 
+def invoked_at(adapter: Adapter | None, prompt: tuple[int, ...]) -> int | None:
+    """The position in a prompt from which an adapter acts; None if it is not invoked at all."""
+    invocation = () if adapter is None else adapter.invocation
+    starts = range(len(prompt) - len(invocation), -1, -1) if invocation else [0]
+    own = (i for i in starts if prompt[i : i + len(invocation)] == invocation)
+    return next(own, None)
+
+
 def route(site: str, kind: str) -> str:
     """The name of a kind of entry at a site: a route that a compiled step has or has not.
 

@@ -82,6 +82,11 @@ def deltas_of(adapter: Adapter, config: Any, params: Any) -> Iterator[tuple[str,
 
     What it does to a norm is added at the projections that read this norm.
     """
+    if adapter.invocation:
+        raise AdapterError(
+            f"this {adapter.method} adapter acts on the tokens after its invocation only, and a "
+            "LoRA on all."
+        )
     base = Base.from_config(config)
     known = {*(p.site for p in base.projections), *(m.removeprefix("model.") for m in base.others)}
     if unknown := [site for site in adapter.sites if site not in known]:

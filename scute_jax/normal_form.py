@@ -8,11 +8,12 @@ identity. A method that replaces the base bias or leaves it unscaled says so thr
 
 Few methods need more than that. In full, with every extension live:
 
-    F(x) = (base(x P_1 .. P_p R) Q_1 .. Q_q) * s + b + x S
+    F(x) = (base(x P_1 .. P_p R) Q_1 .. Q_q) * s + b + x S + sum_j x K_j
            + sum_k c_k ((((x * u_k) A_k) * d_k) B_k * e_k)
 
-P and Q are block-diagonal up to a permutation (`Blocks`), S is sparse (`Sparse`), u scales the
-input of one term. An extension that an adapter does not use costs nothing.
+P and Q are block-diagonal up to a permutation (`Blocks`), S is sparse (`Sparse`), each K a
+Kronecker product (`Kronecker`), u scales the input of one term. An extension that an adapter does
+not use costs nothing.
 
 Besides projections, a site can be a norm ("layers.0.input_layernorm", "norm": x is normalised and W
 the diagonal of the frozen weight; slots are s, b and S) or the token embedding ("embed_tokens": x
@@ -79,6 +80,23 @@ class Sparse:
 
 
 @struct.dataclass
+class Kronecker:
+    """The matrix kron(left, right): x K is left^T X right, X the rows of x as [a_in, b_in].
+
+    d_in = a_in b_in and d_out = a_out b_out; the result [a_out, b_out] is read row by row.
+    """
+
+    left: Float[Array, "a_in a_out"]
+    right: Float[Array, "b_in b_out"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(d_in, d_out)."""
+        (a_in, a_out), (b_in, b_out) = self.left.shape, self.right.shape
+        return a_in * b_in, a_out * b_out
+
+
+@struct.dataclass
 class TokenRows:
     """Rows of the embedding (or of the head) that replace those of the base: token ids[i]."""
 
@@ -101,6 +119,7 @@ class NormalForm:
     P: tuple[Blocks, ...] = ()  # of the input, before R
     Q: tuple[Blocks, ...] = ()  # of the output, before s
     S: Sparse | None = None
+    K: tuple[Kronecker, ...] = ()
     rows: TokenRows | None = None
 
     @property
@@ -112,7 +131,7 @@ class NormalForm:
     def live(self) -> tuple[str, ...]:
         """The names of the slots that are computed for every token, in the order of `SLOTS`."""
         named = {"P": self.P, "R": self.R, "Q": self.Q, "s": self.s, "b": self.b}
-        named |= {"S": self.S, "rows": self.rows}
+        named |= {"S": self.S, "K": self.K, "rows": self.rows}
         live = {
             name
             for name, slot in named.items()
@@ -122,7 +141,7 @@ class NormalForm:
         return tuple(name for name in SLOTS if name in live)
 
 
-SLOTS = ("P", "R", "Q", "s", "b", "u", "d", "e", "S", "rows")
+SLOTS = ("P", "R", "Q", "s", "b", "u", "d", "e", "S", "K", "rows")
 
 
 @struct.dataclass
@@ -132,12 +151,15 @@ class Adapter:
     Site names are the module paths of the Hugging Face Llama without the leading `model.`:
     "layers.3.self_attn.q_proj", "lm_head". `version` is derived from the content: adapters with
     equal versions compute the same function. Two adapters may share a name, never a version.
+    With an `invocation` (token ids), it acts on the tokens from its last occurrence in the prompt
+    on, and on none where the prompt does not have it.
     """
 
     sites: dict[str, NormalForm]
     method: str = struct.field(pytree_node=False)  # "LORA", "DORA", "IA3", "VERA", "OFT", ...
     version: str = struct.field(pytree_node=False)
     metadata: tuple[tuple[str, Any], ...] = struct.field(pytree_node=False, default=())
+    invocation: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     def __getitem__(self, site: str) -> NormalForm:
         return self.sites[site]
@@ -172,6 +194,7 @@ def _owned_bytes(form: NormalForm) -> int:
     arrays = [form.R, form.s, form.b, *(blocks.values for blocks in (*form.P, *form.Q))]
     if form.S is not None:
         arrays += [form.S.rows, form.S.cols, form.S.values]
+    arrays += [factor for product in form.K for factor in (product.left, product.right)]
     if form.rows is not None:
         arrays += [form.rows.ids, form.rows.rows]
     for term in form.terms:

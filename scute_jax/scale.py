@@ -1,6 +1,6 @@
 """The strength of an adapter: base(x) + f (F(x) - base(x)), as a normal form of its own.
 
-f = 1 is the adapter, f = 0 the base, f < 0 turns against it. For terms, S and b the effect is
+f = 1 is the adapter, f = 0 the base, f < 0 turns against it. For terms, S, K and b the effect is
 linear in the numbers, so f multiplies them. One matrix or vector M that acts on the base, which is
 affine in x (R or P on its input, Q or s on its output), becomes I + f (M - I). A product of two of
 them (BOFT: R and s) has no such form, and neither have rows that replace tokens of the base.
@@ -39,6 +39,7 @@ def scaled(adapter: Adapter, factor: float) -> Adapter:
         method=f"{factor:g}*{adapter.method}",
         version=content_version([adapter.version, f"scaled by {factor!r}"]),
         metadata=(("scaled", (factor, adapter.metadata)),),
+        invocation=adapter.invocation,
     )
 
 
@@ -61,6 +62,7 @@ def scaled_form(form: NormalForm, factor: float) -> NormalForm:
             P=tuple(_blocks(blocks, factor) for blocks in form.P),
             Q=tuple(_blocks(blocks, factor) for blocks in form.Q),
             S=scaled_sparse,
+            K=tuple(replace(product, left=product.left * factor) for product in form.K),
         )
     )
 

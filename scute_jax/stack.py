@@ -5,7 +5,8 @@ Seen by the second adapter, the first one with its base is the projection that i
     F(x) = F1(x R2) * s2 + b2 + T2(x),     T2 = the terms of the second
 
 so R = R2 R1, s = s1 * s2, b = b1 * s2 + b2, and each term of the first gets R2 in front of its A
-and s2 behind its B (and likewise P and Q of the extensions). The other order is another function.
+and s2 behind its B (and likewise P and Q of the extensions). A Kronecker product of the first is
+expanded to a term there, since it is none any longer. The other order is another function.
 """
 
 import math
@@ -18,6 +19,7 @@ from scute_jax.blocks import blocks_times, times_blocks
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.identity import content_version
+from scute_jax.kronecker import expanded
 from scute_jax.namespace import namespace
 from scute_jax.normal_form import Adapter, Blocks, NormalForm, Sparse, Term, TokenRows
 
@@ -41,6 +43,11 @@ def stack(first: NormalForm | Adapter, second: NormalForm | Adapter) -> NormalFo
 
 
 def _stack_adapters(first: Adapter, second: Adapter) -> Adapter:
+    if first.invocation or second.invocation:
+        raise AdapterError(
+            "cannot stack: an activated LoRA acts on the tokens after its invocation only, and the "
+            "other adapter on others; name it alone."
+        )
     sites = {}
     for site in [*first.sites, *(name for name in second.sites if name not in first.sites)]:
         both = [a.sites[site] for a in (first, second) if site in a.sites]
@@ -64,6 +71,8 @@ def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
             "replaces; put the one that replaces rows last."
         )
     before = (*second.P, *(() if second.R is None else (Blocks(second.R),)))
+    if before or second.Q or second.s is not None:
+        first = expanded(first)
     moved = tuple(_behind(term, before, second.Q, second.s) for term in first.terms)
     P, R = _inputs(first, second)
     Q, s = first.Q + second.Q, _times(first.s, second.s)
@@ -83,6 +92,7 @@ def _stack_forms(first: NormalForm, second: NormalForm) -> NormalForm:
         P=P,
         Q=Q,
         S=_sparse(first.S, second, bool(before)),
+        K=first.K + second.K,
         rows=_rows(first.rows, second.rows),
     )
 
@@ -183,6 +193,8 @@ def _check_widths(first: NormalForm, second: NormalForm) -> None:
 def _d_in(nf: NormalForm) -> int | None:
     if nf.R is not None:
         return nf.R.shape[0] * nf.R.shape[1]
+    if nf.K:
+        return nf.K[0].shape[0]
     return nf.terms[0].A.shape[0] if nf.terms else None
 
 
@@ -190,4 +202,6 @@ def _d_out(nf: NormalForm) -> int | None:
     for vector in (nf.s, nf.b):
         if vector is not None:
             return vector.shape[0]
+    if nf.K:
+        return nf.K[0].shape[1]
     return nf.terms[0].B.shape[1] if nf.terms else None

@@ -3,12 +3,12 @@
 import itertools
 import secrets
 
-from scute_jax.models.adapters import vocabulary
+from scute_jax.models.adapters import invoked_at, vocabulary
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.tokenizer import Tokenizer
 from scute_jax.serving.launch import MAX_STOP_TOKENS
 from scute_jax.serving.mailbox import Mailbox
-from scute_jax.serving.registry import Registry, Tenant
+from scute_jax.serving.registry import BASE, Registry, Tenant
 from scute_jax.serving.request import Request, RequestError
 from scute_jax.serving.sequence import Sequence
 from scute_jax.serving.text import TextStream
@@ -40,6 +40,9 @@ class Intake:
         sampling = request.sampling
         tenant = self._registry.resolve(request.adapter_names, request.scales)
         prompt = self._prompt(request, tenant)
+        active_from = invoked_at(tenant.adapter, prompt)
+        if active_from is None:
+            tenant, active_from = BASE, 0
         eos = () if sampling.ignore_eos else self._config.eos_token_id[:MAX_STOP_TOKENS]
         seed = secrets.randbits(32) if sampling.seed is None else sampling.seed % (1 << 32)
         decoder = None if self._tokenizer is None else self._tokenizer.stream()
@@ -53,6 +56,7 @@ class Intake:
             stop_tokens=tuple(eos),
             seed=seed,
             text=TextStream(decoder, sampling.stop),
+            active_from=active_from,
             sink=sink,
         )
 

@@ -22,7 +22,8 @@ def prefill_plan(work: PrefillWork, limits: Limits, width: int) -> PrefillPlan:
     last_row, known_tokens = {}, {s: np.asarray(s.known, np.int32) for s, _, _ in work.blocks}
     for i, (sequence, first, count) in enumerate(work.blocks):
         tokens[i, :count] = known_tokens[sequence][first : first + count]
-        start[i], rows[i], slot[i] = first, count, sequence.slot
+        start[i], rows[i] = first, count
+        slot[i] = sequence.slot if first >= sequence.active_from else -1
         table[i, : len(sequence.pages)] = sequence.pages
         last_row[sequence] = i * limits.block + count - 1
     done = work.complete

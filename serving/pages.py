@@ -97,13 +97,21 @@ class PagePool:
         del self._page_of[self._digest_of.pop(page)]
 
 
-def page_digests(version: str, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """A digest for each full page of a prompt: of the adapter's version and all tokens up to it."""
+def page_digests(
+    version: str, tokens: Sequence[int], page_size: int, active_from: int = 0, before: str = ""
+) -> list[bytes]:
+    """A digest for each full page of a prompt: of the adapter's version and all tokens up to it.
+
+    Pages before `active_from`, where the adapter begins to act, are those of version `before`.
+    """
     ids = np.asarray(tokens, np.int64)
-    digest = hashlib.blake2b(version.encode(), digest_size=16).digest()
+    first = before if active_from else version
+    digest = hashlib.blake2b(first.encode(), digest_size=16).digest()
     digests = []
     for end in range(page_size, len(ids) + 1, page_size):
         page = ids[end - page_size : end].tobytes()
+        if active_from and end - page_size <= active_from < end:
+            page += f"{version} from {active_from}".encode()
         digest = hashlib.blake2b(digest + page, digest_size=16).digest()
         digests.append(digest)
     return digests

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from scute_jax.serving.device_memory import OutOfDeviceMemory
 from scute_jax.serving.pages import PagePool, page_digests
+from scute_jax.serving.registry import BASE
 from scute_jax.serving.residency import Residency
 from scute_jax.serving.sequence import Sequence
 
@@ -114,7 +115,10 @@ class Scheduler:
         for sequence in sorted(self.prefilling, key=_age):
             total = len(sequence.known)
             while sequence.scheduled < total and len(work.blocks) < self.blocks:
-                count = min(self.limits.block, total - sequence.scheduled)
+                end = total
+                if sequence.scheduled < sequence.active_from:  # no block of both kinds of rows
+                    end = sequence.active_from
+                count = min(self.limits.block, end - sequence.scheduled)
                 work.blocks.append((sequence, sequence.scheduled, count))
                 self._schedule(sequence, sequence.scheduled + count)
             if sequence.scheduled == total:
@@ -220,7 +224,8 @@ class Scheduler:
     def _take_pages(self, sequence: Sequence) -> bool:
         """Pages for all tokens to prefill, shared as far as their keys are there already."""
         known, page_size = sequence.known, self.pages.page_size
-        sequence.digests = page_digests(sequence.tenant.version, known, page_size)
+        version, since = sequence.tenant.version, sequence.active_from
+        sequence.digests = page_digests(version, known, page_size, since, BASE.version)
         shareable = [] if sequence.wants_prompt_logprobs else sequence.digests
         shared = self.pages.share(shareable[: (len(known) - 1) // page_size])
         needed = -(-(len(known) + 1) // page_size) - len(shared)

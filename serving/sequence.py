@@ -37,6 +37,7 @@ class Sequence:
     stop_tokens: tuple[int, ...]
     seed: int
     text: TextStream
+    active_from: int = 0  # the position from which its adapter acts; before it, rows are base rows
     sink: Mailbox = field(default_factory=Mailbox)  # what its requester has not taken yet
     tokens: list[Token] = field(default_factory=list)  # generated
     prompt_scores: list[Token | None] = field(default_factory=lambda: [None])

@@ -7,7 +7,7 @@ from scute_jax.peft import adalora, bdlora, deft, delora, glora, gralora  # noqa
 from scute_jax.peft import hra, kasa, loha, lokr, miss, peanut, poly, psoft  # noqa: F401
 from scute_jax.peft import road, shira, supertuning, waveft  # noqa: F401
 from scute_jax.peft import tinylora, unilora, vblora  # noqa: F401
-from scute_jax.peft import ln_tuning, token_rows  # noqa: F401
+from scute_jax.peft import alora, ln_tuning, token_rows  # noqa: F401
 from scute_jax.peft.load import load_peft
 from scute_jax.peft.registry import Method, methods, register
 from scute_jax.peft.save import save_peft

@@ -17,6 +17,7 @@ from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
 from scute_jax.identity import content_version
 from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.peft.alora import FIELD as INVOCATION
 from scute_jax.peft.arrays import HashedArrays
 from scute_jax.peft.base import EMBEDDING, Base
 from scute_jax.peft.checkpoint import open_checkpoint
@@ -72,13 +73,14 @@ def load_peft(
     check_tied(reading)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by name
         forms = _forms(reading, method)
-        _add_replaced(forms, reading, vocab)
+        _add_replaced(forms, reading, method, vocab)
         _refuse_incomplete(reading, method)
         sites = {name: _on_host(form, name, reading) for name, form in forms.items()}
+    invocation = _invocation(reading, method)
     return Adapter(
         sites=sites,
         method=method.name,
-        version=content_version(_content(sites)),
+        version=content_version((*_content(sites), *(f"from {t}" for t in invocation))),
         metadata=(
             ("peft_type", method.peft_type),
             ("config", json.dumps(dict(stated.fields), sort_keys=True)),
@@ -89,6 +91,7 @@ def load_peft(
             ),
             *((name, HashedArrays(arrays)) for name, arrays in reading.kept.items()),
         ),
+        invocation=invocation,
     )
 
 
@@ -108,10 +111,16 @@ def _forms(reading: Reading, method: Method) -> dict[str, NormalForm]:
     return forms
 
 
-def _add_replaced(forms: dict[str, NormalForm], reading: Reading, vocab: int) -> None:
+def _add_replaced(
+    forms: dict[str, NormalForm], reading: Reading, method: Method, vocab: int
+) -> None:
     """Brings weights that the file holds whole, and rows of the vocabulary, into the forms."""
     rows: dict[str, NormalForm] = {}
     for site, form in (*saved_forms(reading, vocab), *listed_rows(reading)):
+        if method.variant == INVOCATION:
+            reading.options.refuse(
+                INVOCATION, f"the file changes {site} besides, which would act on all tokens"
+            )
         if form.rows is None:
             forms[site] = form
         else:
@@ -122,6 +131,16 @@ def _add_replaced(forms: dict[str, NormalForm], reading: Reading, vocab: int) ->
         form = over_rows(forms.get(site, NormalForm()), replaced.rows, site)
         forms[site] = cut(form, reading.base.vocab, site)
     check_added(forms, reading.base.vocab, reading.options)
+
+
+def _invocation(reading: Reading, method: Method) -> tuple[int, ...]:
+    """The token ids after which an activated LoRA acts; none for all other methods."""
+    if method.variant != INVOCATION:
+        return ()
+    value, vocab = reading.options.get(INVOCATION), reading.base.vocab
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < vocab for i in value):
+        reading.options.refuse(INVOCATION, f"needed a list of token ids below {vocab}")
+    return tuple(value)
 
 
 def _refuse_incomplete(reading: Reading, method: Method) -> None:
@@ -170,6 +189,7 @@ def _on_host(form: NormalForm, name: str, reading: Reading) -> NormalForm:
             P=tuple(replace(blocks, values=_array(blocks.values)) for blocks in form.P),
             Q=tuple(replace(blocks, values=_array(blocks.values)) for blocks in form.Q),
             S=None if form.S is None else replace(form.S, values=_array(form.S.values)),
+            K=tuple(replace(k, left=_array(k.left), right=_array(k.right)) for k in form.K),
             rows=None if form.rows is None else replace(form.rows, rows=_array(form.rows.rows)),
         )
     )
@@ -209,6 +229,8 @@ def _content(sites: Mapping[str, NormalForm]) -> Iterable[Any]:
                 slots |= {f"{side}{k}": blocks.values, f"{side}{k}order": blocks.order}
         if form.S is not None:
             slots |= {"S": form.S.values, "Srows": form.S.rows, "Scols": form.S.cols}
+        for k, product in enumerate(form.K):
+            slots |= {f"K{k}left": product.left, f"K{k}right": product.right}
         if form.rows is not None:
             slots |= {"rows": form.rows.rows, "ids": form.rows.ids}
         for slot, array in slots.items():

@@ -3,7 +3,8 @@
 What is written follows from the normal forms, not from where they came from: no slot but b and
 terms is a LoRA (one shared pair alone a VeRA), a rotation alone an OFT, a scale of the output or of
 the input alone an (IA)3, s and b an SSF, s and terms a DoRA. Any stack that ends in one of these
-can be written; another mix of slots has no PEFT method of its own and is refused.
+can be written; another mix of slots has no PEFT method of its own and is refused. Kronecker
+products are written as the terms that they are equal to.
 """
 
 import json
@@ -20,7 +21,9 @@ from safetensors.numpy import save_file
 from scute_jax.delta import term_factors
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
+from scute_jax.kronecker import expanded
 from scute_jax.normal_form import Adapter, NormalForm, Term
+from scute_jax.peft.alora import FIELD as INVOCATION
 from scute_jax.peft.base import EMBEDDING as TOKENS
 from scute_jax.peft.base import HEAD
 from scute_jax.peft.checkpoint import CONFIG, SAFETENSORS
@@ -42,8 +45,10 @@ def save_peft(adapter: Adapter, path: str | PathLike, params: Any = None) -> Non
     needed for a DoRA that was not loaded from a checkpoint: its magnitudes depend on the base.
     Dtypes: float32. Raises: AdapterError naming the site whose slots no PEFT method has.
     """
-    forms = {_module(site): fold(form) for site, form in adapter.sites.items()}
+    forms = {_module(site): expanded(fold(form)) for site, form in adapter.sites.items()}
     config, tensors = _writer(adapter, forms)(forms, adapter, params)
+    if adapter.invocation:
+        config = {**config, INVOCATION: list(adapter.invocation)}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {
@@ -64,6 +69,10 @@ def _writer(adapter: Adapter, forms: Forms):
     """The function that writes an adapter of these slots."""
     used = {_slots(form) for form in forms.values()}
     _check_sites(forms)
+    if adapter.invocation and not all(set(slots) <= set("bpt") for slots in used):
+        raise AdapterError("an adapter with an invocation is a LoRA in PEFT; this one is not.")
+    if adapter.invocation:
+        return _lora
     if adapter.method == "SSF" and used <= {"", "s", "b", "sb"}:
         return _ssf
     if used == {"p"} and len({f.terms[0].pair for f in forms.values()}) == 1:
