@@ -163,9 +163,7 @@ class Engine:
         still meanwhile.
         """
         with self._lock, self._compilations:
-            self._residency.prepare()
-            if self._residency.bank is not None:
-                self._residency.bank.warm_up()
+            self._residency.warm_up()
             self._runner.warm_up(progress or (lambda done, total, what: None))
 
     def stats(self) -> EngineStats:
@@ -175,17 +173,17 @@ class Engine:
             for sequence in self._scheduler.running:
                 running[sequence.request.adapter] += 1
             queued = (s for queue in self._scheduler.waiting.values() for s in queue)
-            for sequence in (*queued, *self._arrived):
+            for sequence in (*queued, *self._arrived.copy()):
                 waiting[sequence.request.adapter] += 1
             slots = self._residency.resident()
             tenants = self._registry.tenants()
             places: dict[Key, tuple[int | None, bool]] = {None: (None, True)}
             for name, tenant in tenants.items():
                 places[name] = (slots.get(tenant.version), tenant.adapter is None)
-            for names in self._meter.stacks:
-                found = [s for v, s in slots.items() if self._residency.names(v) == names]
-                places[names] = (next(iter(found), None), False)
-            used = self._pages.held
+            # Stacks, and names that are gone but still run.
+            by_names = {self._residency.names(version): slot for version, slot in slots.items()}
+            for key in {*self._meter.stacks, *running, *waiting} - set(places):
+                places[key] = (by_names.get(key if isinstance(key, tuple) else (key,)), False)
             return EngineStats(
                 adapters={
                     key: self._meter.of(key).stats(slot, running[key], waiting[key], everywhere)
@@ -195,9 +193,10 @@ class Engine:
                 waiting=waiting.total(),
                 pages_free=self._pages.available - self._pages.idle,
                 pages_idle=self._pages.idle,
-                pages_used=used,
+                pages_used=self._pages.held,
                 slots_free=self.options.max_adapters - len(slots),
                 slots_used=len(slots),
+                loads=self._residency.loads,
                 compilations=self._compilations.total,
                 preemptions=self._scheduler.preemptions,
                 out_of_memory=self._out_of_memory,

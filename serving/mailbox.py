@@ -29,7 +29,12 @@ class Mailbox:
                 ids = before.token_ids + chunk.token_ids
                 chunk = Chunk(chunk.id, before.text + chunk.text, ids, chunk.completion)
             self._chunk = chunk
-        if before is None and self._notify is not None:
+        if before is None:
+            self.wake()
+
+    def wake(self) -> None:
+        """Calls the requester."""
+        if self._notify is not None:
             self._notify()
 
     def take(self) -> Chunk | None:

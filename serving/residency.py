@@ -34,6 +34,7 @@ class Residency:
         self._widths, self.max_adapters, self._dtype = widths, max_adapters, dtype
         self._wanted = wanted
         self._room = Room(max_adapters)
+        self.loads = 0
         self._bank: AdapterBank | None = None
         self._slot: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._tenant: dict[str, Tenant] = {}
@@ -56,6 +57,13 @@ class Residency:
                 self._rebuild(self._room.needed())
         elif not self._bank.capacity.covers(self._room.needed()):
             self._rebuild(self._room.grown(self._bank.capacity))
+
+    def warm_up(self) -> None:
+        """Prepares the bank and compiles what adapters need to come and go."""
+        self.prepare()
+        if self._bank is not None:
+            self._bank.warm_up()
+            self._views.clear()
 
     def acquire(self, tenant: Tenant) -> int | None:
         """The slot of a tenant, -1 for the base model; None while all slots are in use.
@@ -152,6 +160,7 @@ class Residency:
             else:
                 self._slot[tenant.version], self._tenant[tenant.version] = slot, tenant
                 self._views.clear()
+                self.loads += 1
                 return True
 
     def _evict(self, version: str) -> None:

@@ -50,7 +50,7 @@ def prompt_scores(launched: Launched) -> Iterator[tuple[Sequence, int, Token]]:
     work, scores = launched.work, launched.prompt_scores
     if scores is None or not isinstance(work, PrefillWork):
         return
-    scores, n = _on_host(scores), len(launched.drawn.token[0])
+    scores, n = _on_host(scores), launched.drawn.token.shape[1]
     size = len(scores.logprob) // n
     for i, (sequence, first, count) in enumerate(work.blocks):
         if sequence.wants_prompt_logprobs:

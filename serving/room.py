@@ -2,10 +2,11 @@
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from scute_jax.capacity import BankCapacity
+from scute_jax.capacity import BankCapacity, Counts
 from scute_jax.serving.registry import Tenant
 
 
@@ -57,39 +58,38 @@ class Room:
     def grown(self, old: BankCapacity) -> BankCapacity:
         """A capacity that covers the old one and what is needed.
 
-        What has to grow grows by half at least (the size of one adapter by a factor of two), up to
-        what is needed if all were as large as the largest: a bank that grows adapter by adapter
-        changes its shapes, and with them the compiled steps, a few times only.
+        What has to grow doubles at least, up to what is needed if all were as large as the
+        largest: a bank that grows adapter by adapter changes its shapes, and with them the
+        compiled steps, a few times only.
         """
         new = old.union(self.needed())
-        entries = {
-            site: {kind: self._more(old, site, kind, count) for kind, count in kinds.items()}
-            for site, kinds in new.entries.items()
-        }
         sizes = {
-            site: {
-                kind: _at_least(size, old.sizes.get(site, {}).get(kind, 0), 2.0)
-                for kind, size in kinds.items()
-            }
+            site: {k: _doubled(size, _get(old.sizes, site, k)) for k, size in kinds.items()}
             for site, kinds in new.sizes.items()
         }
-        most = self._pair_counts.most * self._residents
-        return BankCapacity(
-            adapters=new.adapters,
+        entries = {
+            site: {
+                kind: self._more(
+                    count, _get(old.entries, site, kind), site, kind, sizes[site][kind]
+                )
+                for kind, count in kinds.items()
+            }
+            for site, kinds in new.entries.items()
+        }
+        pairs = min(self._pair_counts.most * self._residents, _doubled(new.pairs, old.pairs))
+        return replace(
+            new,
             entries=entries,
             sizes=sizes,
-            inputs=new.inputs,
-            pairs=max(new.pairs, min(most, _at_least(new.pairs, old.pairs, 1.5))),
-            pair_pages=_at_least(new.pair_pages, old.pair_pages, 2.0),
-            page=new.page,
-            orders=new.orders,
+            pairs=max(new.pairs, pairs),
+            pair_pages=_doubled(new.pair_pages, old.pair_pages),
         )
 
-    def _more(self, old: BankCapacity, site: str, kind: str, count: int) -> int:
-        largest = self._counts.get((site, kind))
-        most = 0 if largest is None else largest.most * self._residents
-        before = old.entries.get(site, {}).get(kind, 0)
-        return max(count, min(most, _at_least(count, before, 1.5)))
+    def _more(self, count: int, before: int, site: str, kind: str, size: int) -> int:
+        if (site, kind) not in self._counts:
+            return count
+        each = size if kind == "factors" else self._counts[site, kind].most
+        return max(count, min(each * self._residents, _doubled(count, before)))
 
 
 class _Largest:
@@ -109,9 +109,13 @@ class _Largest:
         return sum(self._heap) + (self._limit - len(self._heap)) * self.most
 
 
-def _at_least(new: int, old: int, factor: float) -> int:
-    """`new`, or more if it is a growth by less than the factor."""
-    return max(new, int(old * factor)) if old and new > old else new
+def _doubled(new: int, old: int) -> int:
+    """`new`, and at least twice the old number if it is a growth."""
+    return max(new, 2 * old) if new > old else new
+
+
+def _get(counts: Mapping[str, Counts], site: str, kind: str) -> int:
+    return counts.get(site, {}).get(kind, 0)
 
 
 def _nested(flat: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:

@@ -43,6 +43,7 @@ class EngineStats:
     pages_used: int
     slots_free: int
     slots_used: int
+    loads: int  # copies of an adapter to the device
     compilations: int  # XLA programs that the engine compiled, warm-up included
     preemptions: int  # sequences taken off the device to be computed again
     out_of_memory: int  # times that the device ran out of memory

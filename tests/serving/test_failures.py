@@ -1,0 +1,152 @@
+"""When things go wrong: device memory, poisoned adapters, cancels, removals; others go on."""
+
+import jax
+import numpy as np
+import pytest
+from lora_engine import alone, ask, lora, new_engine, tokens
+
+from scute_jax import Adapter, AdapterError, NormalForm
+
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nmore"
+
+
+def three(**options):
+    engine = new_engine(**options)
+    for seed in range(3):
+        engine.add_adapter(f"t{seed}", lora(seed))
+    return engine
+
+
+def requests(count: int = 8):
+    names = ("t0", "t1", None, "t2")
+    return [ask(names[i % 4], 5 + 3 * i, 12, i) for i in range(count)]
+
+
+def clean(engine) -> bool:
+    """Whether nothing is left behind."""
+    stats = engine.stats()
+    return stats.pages_used == stats.running == stats.waiting == 0 and not engine.busy
+
+
+class Failing:
+    """A step that runs out of memory at some of its calls, and takes its donated cache with it."""
+
+    def __init__(self, step, fails, lost=True):
+        self.step, self.fails, self.lost, self.calls = step, fails, lost, 0
+
+    def __call__(self, params, slots, cache, rows, plan, **how):
+        self.calls += 1
+        if self.fails(self.calls):
+            if self.lost:
+                jax.tree.map(lambda array: array.delete(), (cache, rows))
+            raise jax.errors.JaxRuntimeError(FULL)
+        return self.step(params, slots, cache, rows, plan, **how)
+
+
+@pytest.mark.parametrize("which", ["_prefill", "_decode"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_ran_out_of_memory_is_done_again(which, ahead):
+    engine = three(ahead=ahead)
+    expected = alone(three(), requests())
+    step = getattr(engine._runner, which)
+    setattr(engine._runner, which, Failing(step, lambda call: call in (2, 5, 9)))
+    assert tokens(engine.generate(requests())) == expected
+    assert engine.stats().out_of_memory >= 2 and engine.stats().preemptions > 0
+    assert clean(engine)
+    tokens(engine.generate(requests()))
+    assert engine._scheduler.allowed == engine._scheduler.limits.rows
+
+
+def test_where_memory_never_suffices_each_request_says_so_and_the_engine_lives_on():
+    engine = three()
+    step = engine._runner._decode
+    engine._runner._decode = Failing(step, lambda call: True, lost=False)
+    for completion in engine.generate(requests(5)):
+        assert completion.finish_reason == "error"
+        assert "ran out of memory while this request ran" in completion.error
+        assert "memory=" in completion.error and "allocate 123 bytes" in completion.error
+    assert clean(engine)
+    engine._runner._decode = step
+    assert tokens(engine.generate(requests())) == alone(three(), requests())
+
+
+def test_a_second_failure_in_a_row_costs_one_request_and_no_other():
+    engine = three()
+    step = engine._runner._decode
+    engine._runner._decode = Failing(step, lambda call: call in (2, 3))
+    completions = engine.generate(requests(4))
+    failed = [i for i, c in enumerate(completions) if c.finish_reason == "error"]
+    assert len(failed) == 1 and failed != [0], "the first to arrive is never the youngest"
+    expected = alone(three(), requests(4))
+    for i, completion in enumerate(completions):
+        assert i in failed or completion.token_ids == expected[i]
+
+
+def test_another_error_of_a_step_is_not_taken_for_full_memory():
+    engine = three()
+
+    def broken(*args, **how):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    engine._runner._decode = broken
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        engine.generate(requests(1))
+
+
+def test_an_adapter_that_finds_no_room_on_the_device_fails_alone(monkeypatch):
+    engine = three()
+    before = tokens(engine.generate(requests()))
+    insert = type(engine._residency.bank).insert
+
+    def full(bank, adapter, slot=None):
+        if adapter.version == lora(9).version:
+            raise jax.errors.JaxRuntimeError(FULL)
+        return insert(bank, adapter, slot)
+
+    monkeypatch.setattr(type(engine._residency.bank), "insert", full)
+    engine.add_adapter("large", lora(9))
+    *others, last = engine.generate([*requests(), ask("large")])
+    assert tokens(others) == before
+    assert last.finish_reason == "error"
+    assert "no memory left for large" in last.error and "max_adapters=" in last.error
+    assert clean(engine)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_poisoned_adapter_is_refused_when_it_is_added(number):
+    engine = three()
+    good = lora(5)
+    poisoned = good.sites["layers.0.mlp.up_proj"]
+    poisoned.terms[0].B[2, 3] = number
+    with pytest.raises(AdapterError, match=r"t0: layers\.0\.mlp\.up_proj.*B.* not finite"):
+        engine.add_adapter("t0", Adapter(good.sites, "LORA", "x"))
+    assert tokens(engine.generate(requests())) == alone(three(), requests())
+
+
+def test_numbers_that_overflow_at_run_time_end_their_own_requests_only():
+    engine = three()
+    huge = {"layers.0.self_attn.v_proj": NormalForm(s=np.full(24, 3e38, np.float32))}
+    engine.add_adapter("huge", Adapter(huge, "IA3", "huge"))
+    expected = alone(three(), requests())
+    for _ in range(3):  # the pages that held its numbers go to the others
+        bad = [ask("huge", 40, 9, seed) for seed in range(3)]
+        completions = engine.generate([*bad, *requests()])
+        for completion in completions[:3]:
+            assert completion.finish_reason == "error" and completion.token_ids == ()
+            assert completion.error == "huge gave logits that are not numbers."
+        assert tokens(completions[3:]) == expected
+    assert clean(engine) and engine.stats().adapters["huge"].failed == 9
+
+
+def test_a_removed_adapter_leaves_the_device_once_its_last_request_is_done():
+    engine = three()
+    stream = engine.stream([ask("t0", tokens=30)])
+    next(stream)
+    waiting = engine.submit(ask("t0", tokens=3, seed=1))
+    engine.remove_adapter("t0")
+    assert engine.stats().slots_used == 1
+    assert len(list(stream)[-1].completion.token_ids) == 30
+    while engine.busy:
+        engine.step()
+    assert waiting.sink.take().completion.finish_reason == "length"
+    assert engine.stats().slots_used == 0
