@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from peft.tuners.lora import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from peft.tuners.lora.layer import LoraLayer
 from peft_oracle import peft, quiet, save_adapter, torch
 
 from scute_jax import Adapter
 from scute_jax.peft import load_peft
 
 TASK = 1  # of the adapter that mixes its parts per task
+INVOCATION = [1, 2]  # the tokens from which on the activated LoRA acts
 TOKENS = [5, 11, 60]  # that the adapter with rows of its own replaces
 NOT_OF_PEFT = {"SSF", "BONE"}
 
@@ -40,6 +42,7 @@ CONFIGS_OF: dict[str, Callable[[list[str]], Any]] = {
     "RANDLORA": _of(peft.RandLoraConfig, r=9, randlora_alpha=9),
     "VELORA": _lora(velora_config=VeloraConfig(num_groups=4)),
     "MONTECLORA": _lora(monteclora_config=MontecloraConfig()),
+    "ALORA": _lora(alora_invocation_tokens=INVOCATION),
     "ADALORA": _of(peft.AdaLoraConfig, init_r=5, total_step=9),
     "BDLORA": lambda modules: _lora(
         use_bdlora=BdLoraConfig(target_modules_bd_a=modules, nblocks=2),
@@ -82,7 +85,15 @@ def load_member(name: str, folder: Path, config: Any, params: Any) -> Adapter:
     return load_peft(folder, config, params, options={"task_id": TASK} if name == "POLY" else None)
 
 
-def prepare_member(name: str, model: peft.PeftModel) -> None:
-    """Tells the layers of a PEFT model which task they are to do, if they ask."""
+def prepare_member(name: str | None, model: peft.PeftModel) -> None:
+    """Tells the layers of a PEFT model which task they do, or that every token is invoked."""
     if name == "POLY":
         model.base_model._register_pre_hooks(torch.tensor([TASK]))
+    if name == "ALORA":
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.register_forward_pre_hook(_invoked, with_kwargs=True)
+
+
+def _invoked(module, args, kwargs):
+    return args, kwargs | {"alora_offsets": [args[0].shape[1]]}

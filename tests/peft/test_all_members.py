@@ -66,7 +66,7 @@ def _ssf(rng, folder, plain):
 
 def test_every_method_that_is_served_is_a_member(batch):
     assert {m.name for m in methods()} == {*CONFIGS_OF, *ELSEWHERE, *NOT_OF_PEFT}
-    assert {name for form, _, _ in batch.values() for name in form.live} == set("PRQsbudeS")
+    assert {name for form, _, _ in batch.values() for name in form.live} >= set("PRQsbudeS")
 
 
 def test_all_methods_in_one_batch(batch):

@@ -13,6 +13,7 @@ from engines import make_engine  # noqa: E402
 from members import (  # noqa: E402
     CONFIGS_OF,
     ELSEWHERE,
+    INVOCATION,
     TOKENS,
     load_member,
     prepare_member,
@@ -53,7 +54,7 @@ def scored(tmp_path_factory, with_extension):
         engine.add_adapter(name, adapter)
     requests = [
         Request(
-            prompt_token_ids=[*prompt(rng, 12), *TOKENS, *prompt(rng, 5)],
+            prompt_token_ids=[*INVOCATION, *prompt(rng, 10), *TOKENS, *prompt(rng, 5)],
             adapter=name,
             sampling=SamplingParams(max_tokens=3, ignore_eos=True, logprobs=0, prompt_logprobs=0),
         )
