@@ -70,8 +70,9 @@ def saved_forms(reading: Reading, vocab: int) -> Iterator[tuple[str, NormalForm]
     Raises: AdapterError for a weight that has no normal form; what is missing is noted.
     """
     trained = trained_modules(reading)
+    adapted_norms = set(reading.targets) & set(reading.base.norms)  # they have their own already
     for module in reading.base.modules:
-        if module.module in VOCABULARY:
+        if module.module in VOCABULARY or module in adapted_norms:
             continue
         names = TRAINED if module.module in trained else (TRAINED[0], FROZEN[0])
         shape = (module.d_in,) if module in reading.base.norms else (module.d_out, module.d_in)

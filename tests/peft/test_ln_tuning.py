@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft_oracle import base_model, peft, quiet, save_adapter, torch
 from tiny_checkpoints import CONFIGS, random_params
+from vocabulary_oracle import own_weight
 
 from scute_jax import AdapterError, NormalForm
 from scute_jax.peft import load_peft
@@ -18,15 +19,6 @@ from scute_jax.peft.saved_modules import STEEPEST, norm_form
 
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
 numbers = st.floats(-3, 3, width=32)
-
-
-def own_weight(form: NormalForm, base: np.ndarray) -> np.ndarray:
-    """The weight of a norm that acts as the form over one with the weight `base`."""
-    weight = base * (1 if form.s is None else np.float64(form.s))
-    if form.S is not None:
-        np.testing.assert_array_equal(form.S.rows, form.S.cols)
-        weight[form.S.rows] += form.S.values
-    return weight
 
 
 @settings(max_examples=200, deadline=None)

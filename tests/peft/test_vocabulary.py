@@ -4,7 +4,7 @@ A module is compared for every token (the embedding) or for random rows (the hea
 checkpoint does to it; the base may be tied, and may have been resized before the training.
 """
 
-import warnings
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,96 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_oracle import base_model, load_with_peft, peft, quiet, torch
+from peft_oracle import peft, quiet
 from tiny_checkpoints import CONFIGS, random_params, write
+from vocabulary_oracle import VOCAB, check, checkpoint, loaded
 
-from scute_jax import AdapterError, NormalForm
+from scute_jax import AdapterError
 from scute_jax.peft import load_peft
 
-VOCAB, HIDDEN, ADDED = 97, 48, 4
-SHARE = 1e-5  # of the adapter's effect
+ADDED = 4
 bases = st.sampled_from(["plain", "tied"])
-EMBEDDING, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
-
-
-def checkpoint(config, name, folder: Path, seed=0, tokens=None, added=0, **save) -> Path:
-    """What PEFT saves; of modules that are trained whole, only these tokens are moved."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        model = base_model(name)
-        if added:
-            model.resize_token_embeddings(VOCAB + added, mean_resizing=False)
-        model = peft.get_peft_model(model, config)
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    noise = 0.3 * torch.randn(parameter.shape)
-                    if "modules_to_save" in key and parameter.ndim == 2:
-                        kept = torch.zeros(len(parameter), 1)
-                        kept[list(tokens)] = 1
-                        noise = noise * kept
-                    parameter.add_(noise)
-        model.save_pretrained(folder, **save)
-    return folder
-
-
-def loaded(folder: Path, name: str):
-    return load_peft(folder, CONFIGS[name], random_params(name))
-
-
-def check(folder: Path, name: str, added: int = 0, needs_effect: bool = True):
-    """Asserts that embedding and head are PEFT's; returns the adapter."""
-    adapter = loaded(folder, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = base_model(name)
-        if added:
-            model.resize_token_embeddings(VOCAB + added, mean_resizing=False)
-            model = peft.PeftModel.from_pretrained(model, str(folder)).eval()
-        else:
-            model = load_with_peft(folder, name)
-    x = np.random.default_rng(5).normal(size=(6, HIDDEN)).astype(np.float32)
-    with torch.no_grad():
-        inner = model.base_model.model
-        embedded = inner.get_input_embeddings()(torch.arange(VOCAB + added)[None])[0].double()
-        logits = inner.get_submodule("lm_head")(torch.tensor(x)[None])[0].double()
-    params = random_params(name)
-    E, W = params["model.embed_tokens.weight"], params["lm_head.weight"].T
-    pairs = [
-        (_embedding(adapter, np.float64(E), added), embedded.numpy(), E),
-        (_head(adapter, np.float64(W), np.float64(x), added), logits.numpy(), x @ W),
-    ]
-    effects = []
-    for ours, theirs, base in pairs:
-        assert ours.shape == theirs.shape
-        old = tuple(slice(n) for n in base.shape)
-        effect = np.linalg.norm(theirs[old] - base) + added * np.linalg.norm(theirs)
-        effects.append(effect)
-        bound = SHARE * effect + 1e-6 * np.linalg.norm(theirs)
-        assert np.linalg.norm(ours - theirs) <= bound
-    assert max(effects) > 1 or not needs_effect
-    return adapter
-
-
-def _embedding(adapter, E: np.ndarray, added: int) -> np.ndarray:
-    form = adapter.sites.get("embed_tokens", NormalForm())
-    y = np.concatenate([E * (1 if form.s is None else form.s), np.full((added, HIDDEN), np.nan)])
-    for term in form.terms:
-        y[:VOCAB] += np.float64(term.A) @ np.float64(term.B)
-    if form.rows is not None:
-        y[form.rows.ids] = form.rows.rows
-    return y
-
-
-def _head(adapter, W: np.ndarray, x: np.ndarray, added: int) -> np.ndarray:
-    form = adapter.sites.get("lm_head", NormalForm())
-    y = np.concatenate([x @ W * (1 if form.s is None else form.s), np.full((6, added), np.nan)], 1)
-    for term in form.terms:
-        y[:, :VOCAB] += x @ np.float64(term.A) @ np.float64(term.B)
-    if form.rows is not None:
-        y[:, form.rows.ids] = x @ np.float64(form.rows.rows).T
-    return y
+HEAD = "base_model.model.lm_head"
 
 
 def run(config, name: str, added: int = 0, tokens=(), seed: int = 0, **save):
@@ -287,8 +207,6 @@ def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path):
     from safetensors.numpy import load_file
 
     def damaged(folder: Path, key: str) -> Path:
-        import json
-
         tensors = load_file(folder / "adapter_model.safetensors")
         tensors[key] = tensors[key] + 1
         return write(folder, json.loads((folder / "adapter_config.json").read_text()), tensors)
