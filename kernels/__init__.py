@@ -3,8 +3,10 @@
 from scute_jax.kernels.block_rotate import block_rotate, scale_input
 from scute_jax.kernels.dispatch import Implementation
 from scute_jax.kernels.embedding_update import embedding_update
+from scute_jax.kernels.kronecker_update import kronecker_update
 from scute_jax.kernels.paged_attention import paged_attention
 from scute_jax.kernels.pools import (
+    KroneckerFactors,
     LowRank,
     Rotation,
     Shared,
@@ -20,6 +22,7 @@ from scute_jax.kernels.token_rows import replace_columns, replace_rows
 
 __all__ = [
     "Implementation",
+    "KroneckerFactors",
     "LowRank",
     "Rotation",
     "Shared",
@@ -29,6 +32,7 @@ __all__ = [
     "Vectors",
     "block_rotate",
     "embedding_update",
+    "kronecker_update",
     "make_tiles",
     "paged_attention",
     "replace_columns",

@@ -78,6 +78,19 @@ class SparseEntries:
 
 
 @struct.dataclass
+class KroneckerFactors:
+    """Kronecker products of one shape: adapter k adds x kron(left[row], right[row]).
+
+    For each j with row = row[k, j] >= 0; x has d_in = a_in b_in columns, y has d_out = a_out b_out.
+    """
+
+    left: Float[Array, "n a_in a_out"]
+    right: Float[Array, "n b_in b_out"]
+    row: Int[Array, "K j"]
+    kind: str = struct.field(pytree_node=False, default="")  # which shape this is, for the caller
+
+
+@struct.dataclass
 class TokenTable:
     """Tokens whose rows an adapter replaces, ids[row[k]]; places not filled hold -1."""
 

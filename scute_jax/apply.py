@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from scute_jax.kernels import (
     Implementation,
     block_rotate,
+    kronecker_update,
     replace_columns,
     scale_input,
     segmented_update,
@@ -124,6 +125,8 @@ def _extend(
         h = shared_factors(h, x, slots.shared, seg.slot, implementation=how)
     if slots.sparse is not None:
         h = sparse_update(h, x, slots.sparse, seg.tiles)
+    for factors in slots.kronecker:
+        h = kronecker_update(h, x, factors, seg.tiles)
     if slots.tokens is not None:
         more = slots.tokens.ids.shape[1]
         h = jnp.pad(h, ((0, 0), (0, more)), constant_values=-jnp.inf)

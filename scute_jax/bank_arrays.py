@@ -11,8 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from scute_jax.capacity import BankCapacity
-from scute_jax.entries import EMBEDDING, pass_of
-from scute_jax.kernels import LowRank, Rotation, Shared, SparseEntries, TokenTable, Vectors
+from scute_jax.entries import EMBEDDING, factors_of, pass_of
+from scute_jax.kernels import (
+    KroneckerFactors,
+    LowRank,
+    Rotation,
+    Shared,
+    SparseEntries,
+    TokenTable,
+    Vectors,
+)
 from scute_jax.slots import SiteSlots, assemble
 
 Key = tuple[Any, str]
@@ -75,6 +83,8 @@ def _pool(
         return Shared(pairs=pairs, **{"u": None, **own})
     if kind in ("sparse", "tokens"):
         return SparseEntries(**own) if kind == "sparse" else TokenTable(**own)
+    if factors_of(kind) is not None:
+        return KroneckerFactors(kind=kind, **own)
     place = pass_of(kind)
     if place is None:
         return Vectors(**own)
@@ -96,6 +106,8 @@ def _pool_shapes(
         return {"rows": (size,), "cols": (size,), "values": (size,)}
     if kind == "tokens":
         return {"ids": (size,), "rows": (size, d_out if site == EMBEDDING else d_in)}
+    if factors := factors_of(kind):
+        return dict(zip(("left", "right"), factors, strict=True))
     place = pass_of(kind)
     if place is None:
         return {"values": (d_in if kind == "input" else d_out,)}
@@ -109,4 +121,4 @@ def _tables(kind: str, size: int) -> dict[str, tuple[tuple[int, ...], int]]:
         return {"table": ((size,), 0), "rank": ((), 0)}
     if kind == "shared":
         return {"row": ((size,), -1), "pair": ((size,), 0)}
-    return {"row": ((), -1)}
+    return {"row": ((size,) if factors_of(kind) else (), -1)}

@@ -8,7 +8,7 @@ No parameter is fitted: the three constants of a machine are measured (`scute_ja
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scute_jax.entries import entries, pass_of
+from scute_jax.entries import entries, factors_of, pass_of
 from scute_jax.fold import fold
 from scute_jax.normal_form import NormalForm
 
@@ -65,7 +65,7 @@ def byte_cost(
     `forms` are the adapters in the batch (an empty NormalForm for base rows) and `rows` how many
     rows each has. Routes: "low rank" (A, B; s and b ride along), "vectors" (s, b where nothing else
     touches those rows), "input transform" (R, P), "output transform" (Q), "shared factors",
-    "sparse". A route that no form has is not there. `itemsize`: bytes of one number.
+    "sparse", "kronecker". A route that no form has is not there. `itemsize`: bytes of one number.
     """
     if len(forms) != len(rows):
         raise ValueError(f"{len(forms)} forms, but rows of {len(rows)}; give one count per form.")
@@ -78,6 +78,7 @@ def byte_cost(
         "output transform": _turns(found, "out", sum(rows), *widths),
         "shared factors": _shared(found, *widths),
         "sparse": _sparse(found, *widths),
+        "kronecker": _kronecker(found, *widths),
     }
     return {route: cost for route, cost in costs.items() if cost.bytes}
 
@@ -155,3 +156,16 @@ def _sparse(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
     parameters = sum(count * (itemsize + 2 * INDEX) for count, _ in live)
     activations = sum(rows * itemsize * (count + 2 * d_out) for count, rows in live)
     return Cost(parameters, activations, 2 * bool(live))
+
+
+def _kronecker(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """For each shape: both factors of each adapter; of its rows x, and h twice."""
+    shapes: dict[str, Cost] = {}
+    for form, rows in found:
+        for kind, own in entries(form).items():
+            if not rows or factors_of(kind) is None:
+                continue
+            numbers = sum(entry["left"].size + entry["right"].size for entry in own)
+            cost = Cost(itemsize * numbers, itemsize * rows * (d_in + 2 * d_out))
+            shapes[kind] = shapes.get(kind, Cost(launches=2)) + cost
+    return sum(shapes.values(), Cost())

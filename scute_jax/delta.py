@@ -1,6 +1,7 @@
 """What an adapter adds to one site, as a matrix and a shift: F(x) = base(x) + x D + b.
 
-    D = (P R) W (Q s) - W + S + sum_k c_k u_k A_k d_k B_k e_k,    b' = bias (Q s) - bias + b
+    D = (P R) W (Q s) - W + S + sum_j K_j + sum_k c_k u_k A_k d_k B_k e_k
+    b' = bias (Q s) - bias + b
 
 D stays a product of two thin factors where the form leaves W alone. Everything is in float64.
 """
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from scute_jax.blocks import blocks_times, times_blocks
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
+from scute_jax.kronecker import expanded
 from scute_jax.normal_form import Blocks, NormalForm, Term, TokenRows
 
 
@@ -39,15 +41,16 @@ def delta_of(
     Raises: AdapterError where the form has tokens that W has not.
     """
     form, (d_in, d_out) = fold(form), W.shape
-    factors = [term_factors(term) for term in form.terms]
-    A = np.concatenate([np.zeros((d_in, 0)), *(a for a, _ in factors)], axis=1)
-    B = np.concatenate([np.zeros((0, d_out)), *(b for _, b in factors)], axis=0)
+    A, B = _side_by_side(expanded(form).terms, d_in, d_out)
     shift = None if form.b is None else _wide(form.b)
     acts = bool(form.P or form.Q or form.R is not None or form.s is not None)
     if not acts and form.S is None and 2 * A.shape[1] <= min(d_in, d_out):
         delta = Delta(A, B, shift)
     else:
+        A, B = _side_by_side(form.terms, d_in, d_out)
         D = A @ B
+        for product in form.K:
+            D += np.kron(_wide(product.left), _wide(product.right))
         if acts:
             W = _wide(W)
             D += _behind(form, _before(form, W)) - W
@@ -98,6 +101,14 @@ def term_factors(
     A = A if term.u is None else _wide(term.u)[:, None] * A
     A = A if term.d is None else A * _wide(term.d)
     return A, B if term.e is None else B * _wide(term.e)
+
+
+def _side_by_side(
+    terms: tuple[Term, ...], d_in: int, d_out: int
+) -> tuple[Float[np.ndarray, "d_in r"], Float[np.ndarray, "r d_out"]]:
+    factors = [term_factors(term) for term in terms]
+    A = np.concatenate([np.zeros((d_in, 0)), *(a for a, _ in factors)], axis=1)
+    return A, np.concatenate([np.zeros((0, d_out)), *(b for _, b in factors)], axis=0)
 
 
 def _before(form: NormalForm, W: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """What one adapter puts into the pools of a site: kind of entry -> its arrays.
 
 The kinds are also the routes that a compiled step has or has not: "factors", "scale", "shift",
-"input" (the vector of an R of 1x1 blocks), "shared", "sparse", "tokens", and a pass of rotations
-for each place in the product, block size and order of coordinates ("in0:32:", "out0:2:<key>").
+"input" (the vector of an R of 1x1 blocks), "shared", "sparse", "tokens", the shape of a
+Kronecker product ("kron:<a_in>:<b_in>:<a_out>:<b_out>"), and a pass of rotations for each place in
+the product, block size and order of coordinates ("in0:32:", "out0:2:<key>").
 """
 
 from collections.abc import Mapping
@@ -43,6 +44,10 @@ def entries(form: NormalForm) -> dict[str, list[Entry]]:
         found["shared"] = [_vectors(term) for term in shared]
     if form.S is not None:
         found["sparse"] = [{"rows": form.S.rows, "cols": form.S.cols, "values": form.S.values}]
+    for product in form.K:
+        (a_in, a_out), (b_in, b_out) = product.left.shape, product.right.shape
+        own = found.setdefault(f"kron:{a_in}:{b_in}:{a_out}:{b_out}", [])
+        own.append({"left": product.left, "right": product.right})
     if form.rows is not None:
         found["tokens"] = [{"ids": form.rows.ids, "rows": form.rows.rows}]
     return found
@@ -64,10 +69,19 @@ def turns(form: NormalForm) -> list[tuple[str, Blocks]]:
 def pass_of(kind: str) -> tuple[str, int, int, str] | None:
     """(side, stage, block size, key of the order) of a pass of rotations; None for other kinds."""
     head, *rest = kind.split(":")
-    if not rest:
+    if not rest or head == "kron":
         return None
     side = "out" if head.startswith("out") else "in"
     return side, int(head.removeprefix(side)), int(rest[0]), rest[1]
+
+
+def factors_of(kind: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """The shapes of left and right of a kind of Kronecker product; None for other kinds."""
+    head, *widths = kind.split(":")
+    if head != "kron":
+        return None
+    a_in, b_in, a_out, b_out = map(int, widths)
+    return (a_in, a_out), (b_in, b_out)
 
 
 def kinds(form: NormalForm) -> frozenset[str]:
@@ -83,13 +97,13 @@ def _vectors(term: Term) -> Entry:
 
 
 def size_of(kind: str, entry_list: list[Entry], page: int) -> int:
-    """What an adapter takes of a kind that comes in different sizes: pages, terms, numbers, tokens.
+    """What an adapter takes of a kind of different sizes: pages, terms, products, numbers, tokens.
 
     The pools of a bank have room for the largest.
     """
     if kind == "factors":
         return -(-entry_list[0]["A"].shape[0] // page)
-    if kind == "shared":
+    if kind == "shared" or factors_of(kind) is not None:
         return len(entry_list)
     if kind in ("sparse", "tokens"):
         part: Any = entry_list[0]["cols" if kind == "sparse" else "ids"]

@@ -2,7 +2,7 @@
 
 A slot folds if and only if the adapter owns a tensor next to it in the product: c, d and u stand
 next to A, e next to B. s, b, R and the blocks stand next to the frozen W only and never fold; d, e
-and u on a shared pair stay live, and its c moves into d.
+and u on a shared pair stay live, and its c moves into d. S and K have their scalars inside already.
 """
 
 from dataclasses import replace

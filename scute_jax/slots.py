@@ -8,10 +8,18 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from scute_jax.entries import PADDING, Entry, entries, pass_of, turns
+from scute_jax.entries import PADDING, Entry, entries, factors_of, pass_of, turns
 from scute_jax.fold import fold
-from scute_jax.kernels import LowRank, Rotation, Shared, SparseEntries, TokenTable, Vectors
-from scute_jax.normal_form import NormalForm
+from scute_jax.kernels import (
+    KroneckerFactors,
+    LowRank,
+    Rotation,
+    Shared,
+    SparseEntries,
+    TokenTable,
+    Vectors,
+)
+from scute_jax.normal_form import Kronecker, NormalForm
 
 PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
 
@@ -32,6 +40,7 @@ class SiteSlots:
     output_rotations: tuple[Rotation, ...] = ()  # Q
     shared: Shared | None = None
     sparse: SparseEntries | None = None
+    kronecker: tuple[KroneckerFactors, ...] = ()  # one for each shape
     tokens: TokenTable | None = None
 
 
@@ -51,6 +60,7 @@ def assemble(parts: Mapping[str, Any]) -> SiteSlots:
         output_rotations=by_side["out"],
         shared=parts.get("shared"),
         sparse=parts.get("sparse"),
+        kronecker=tuple(parts[kind] for kind in sorted(parts) if factors_of(kind) is not None),
         tokens=parts.get("tokens"),
     )
 
@@ -70,6 +80,7 @@ def narrow(slots: SiteSlots, kinds: frozenset[str]) -> SiteSlots:
         output_rotations=tuple(r for r in slots.output_rotations if r.kind in kinds),
         shared=keep("shared", slots.shared),
         sparse=keep("sparse", slots.sparse),
+        kronecker=tuple(k for k in slots.kronecker if k.kind in kinds),
         tokens=keep("tokens", slots.tokens),
     )
 
@@ -98,6 +109,8 @@ def pack_site(
         elif kind in ("sparse", "tokens"):
             pool = SparseEntries if kind == "sparse" else TokenTable
             parts[kind] = pool(**_ragged(own, d_out, dtype))
+        elif factors_of(kind) is not None:
+            parts[kind] = KroneckerFactors(**_listed(own, dtype), kind=kind)
         elif pass_of(kind) is None:
             parts[kind] = Vectors(*_rows([o[0]["values"] if o else None for o in own], dtype))
         else:
@@ -110,7 +123,7 @@ def pack_site(
 
 def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
     """Raises ValueError if a slot of the form does not fit a site of these widths."""
-    shapes: dict[str, tuple[Array | None, tuple[int, ...]]]
+    shapes: dict[str, tuple[Array | Kronecker | None, tuple[int, ...]]]
     shapes = {"s": (form.s, (d_out,)), "b": (form.b, (d_out,))}
     if form.R is not None:
         m = form.R.shape[-1]
@@ -120,6 +133,8 @@ def check_form(form: NormalForm, d_in: int, d_out: int, name: str) -> None:
             m = blocks.values.shape[-1]
             shapes[f"{slot}[{j}].values"] = (blocks.values, (width // m, m, m))
             shapes[f"{slot}[{j}].order"] = (blocks.order, (width,))
+    for j, product in enumerate(form.K):
+        shapes[f"K[{j}]"] = (product, (d_in, d_out))
     for j, term in enumerate(form.terms):
         r = term.A.shape[-1]
         shapes |= {
@@ -185,6 +200,21 @@ def _rows(arrays: Sequence, dtype: jnp.dtype) -> tuple[Array, Array]:
     row[[k for k, array in enumerate(arrays) if array is not None]] = range(len(present))
     values = jnp.stack([jnp.asarray(array).astype(dtype) for array in present])
     return values, jnp.asarray(row)
+
+
+def _listed(own: Sequence[Sequence[Entry]], dtype: jnp.dtype) -> dict[str, Array]:
+    """Entries of one shape, stacked, and the rows of each adapter in them, filled up with -1."""
+    row = np.full((len(own), max(map(len, own))), -1, np.int32)
+    first = 0
+    for k, entry_list in enumerate(own):
+        row[k, : len(entry_list)] = range(first, first + len(entry_list))
+        first += len(entry_list)
+    present = [entry for entry_list in own for entry in entry_list]
+    parts = {
+        part: jnp.stack([jnp.asarray(entry[part]).astype(dtype) for entry in present])
+        for part in present[0]
+    }
+    return parts | {"row": jnp.asarray(row)}
 
 
 def _ragged(own: Sequence[Sequence[Entry]], d_out: int, dtype: jnp.dtype) -> dict[str, Array]:

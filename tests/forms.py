@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 
 from scute_jax import NormalForm, Term
-from scute_jax.normal_form import Blocks, Sparse
+from scute_jax.normal_form import Blocks, Kronecker, Sparse
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -59,6 +59,12 @@ def random_sparse(rng, d_in: int, d_out: int, nnz: int) -> Sparse:
     return Sparse(rows.astype(np.int32), cols.astype(np.int32), normal(rng, nnz))
 
 
+def random_kronecker(rng, d_in: int, d_out: int, a_in: int, a_out: int) -> Kronecker:
+    """A product whose left factor is [a_in, a_out]."""
+    right = normal(rng, d_in // a_in, d_out // a_out)
+    return Kronecker(0.3 * normal(rng, a_in, a_out), right)
+
+
 @st.composite
 def extended_forms(draw, d_in: int = 24, d_out: int = 10, pairs=(), sparse=True) -> NormalForm:
     """Any combination of slots, those of the extensions among them."""
@@ -67,10 +73,12 @@ def extended_forms(draw, d_in: int = 24, d_out: int = 10, pairs=(), sparse=True)
     orders = st.sampled_from([None, 1, 2])
     P = [random_blocks(rng, d_in, draw(st.sampled_from([2, 3])), draw(orders)) for _ in range(2)]
     Q = [random_blocks(rng, d_out, 2, draw(orders)) for _ in range(2)]
+    splits = draw(st.lists(st.sampled_from([(4, 2), (6, 5), (1, 10)]), max_size=2))
     return form.replace(
         P=tuple(P[: draw(st.integers(0, 2))]),
         Q=tuple(Q[: draw(st.integers(0, 2))]),
         S=random_sparse(rng, d_in, d_out, 13) if sparse and draw(st.booleans()) else None,
+        K=tuple(random_kronecker(rng, d_in, d_out, *split) for split in splits),
     )
 
 
@@ -116,12 +124,14 @@ def turn(blocks: Blocks, x: np.ndarray) -> np.ndarray:
 
 
 def add_terms(form: NormalForm, x: np.ndarray, d_out: int) -> np.ndarray | float:
-    """The sum of the terms of a form, and its sparse part, in float64."""
+    """The sum of the terms, the sparse part and the products of a form, in float64."""
     total = 0.0
     if form.S is not None:
         dense = np.zeros((x.shape[1], d_out))
         np.add.at(dense, (form.S.rows, form.S.cols), np.float64(form.S.values))
         total = x @ dense
+    for product in form.K:
+        total = total + x @ np.kron(np.float64(product.left), np.float64(product.right))
     for term in form.terms:
         low = (x if term.u is None else x * np.float64(term.u)) @ np.float64(term.A)
         low = low if term.d is None else low * np.float64(term.d)

@@ -12,6 +12,7 @@ from forms import (
     normal,
     random_blocks,
     random_form,
+    random_kronecker,
     random_sparse,
     random_term,
     shared_pairs,
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scute_jax as sj
+from scute_jax.normal_form import Kronecker
 
 D_IN, D_OUT = 24, 10
 RNG = np.random.default_rng(0)
@@ -52,6 +54,12 @@ def every_kind():
             S=random_sparse(RNG, D_IN, D_OUT, 30),
         ),
         form().replace(S=random_sparse(RNG, D_IN, D_OUT, 5)),
+        form("sb", terms=[term(2)]).replace(
+            K=tuple(
+                random_kronecker(RNG, D_IN, D_OUT, *split) for split in ((4, 2), (4, 2), (6, 5))
+            )
+        ),
+        form().replace(K=(random_kronecker(RNG, D_IN, D_OUT, 4, 2),)),
     ]
 
 
@@ -137,20 +145,21 @@ def test_numbers_that_are_none_do_not_spread():
         random_form(RNG, D_IN, D_OUT, "s", block=4).replace(
             R=np.full((6, 4, 4), np.inf, np.float32)
         ),
+        jax.tree.map(lambda a: a * np.nan, all_forms[-1]),
     ]
     ids = RNG.integers(-1, len(all_forms), 30)
-    ids[:3] = len(all_forms), len(all_forms) + 1, len(all_forms) + 2
-    x[3] = np.nan
+    ids[:4] = range(len(all_forms), len(all_forms) + 4)
+    x[4] = np.nan
     with np.errstate(invalid="ignore"):
         ours, expected = run(poisoned, ids, x), evaluate_rows(poisoned, ids, W, x, BIAS)
-    assert not np.isfinite(ours[:4]).any(axis=1).all()
-    np.testing.assert_allclose(ours[4:], expected[4:], atol=1e-4)
+    assert not np.isfinite(ours[:5]).any(axis=1).all()
+    np.testing.assert_allclose(ours[5:], expected[5:], atol=1e-4)
 
 
 def test_gradients_for_x_and_every_slot():
     all_forms = [jax.tree.map(jnp.asarray, form) for form in every_kind()]
-    ids = np.arange(24) % 12 - 1
-    weight = normal(RNG, 24, D_OUT)
+    ids = np.arange(28) % 14 - 1
+    weight = normal(RNG, 28, D_OUT)
 
     @jax.jit
     def loss(all_forms, W, bias, x):
@@ -158,7 +167,7 @@ def test_gradients_for_x_and_every_slot():
         seg = sj.segments(ids, len(all_forms))
         return jnp.sum(sj.apply_normal_form(params, x, seg) * weight)
 
-    x = jnp.asarray(normal(RNG, 24, D_IN))
+    x = jnp.asarray(normal(RNG, 28, D_IN))
     at = (all_forms, jnp.asarray(W), jnp.asarray(BIAS), x)
     gradient = jax.grad(loss, argnums=(0, 1, 2, 3), allow_int=True)(*at)
     leaves, tree = jax.tree.flatten(at)
@@ -204,6 +213,10 @@ def eager(ids, x, **how):
         (lambda: sj.site_params(W, [sj.NormalForm(s=W[0, :3])]), r"forms\[0\].s has shape \(3,\)"),
         (lambda: sj.site_params(W, [sj.NormalForm(terms=(sj.Term(W.T, W),))]), r"terms\[0\].A"),
         (lambda: sj.site_params(W, [], BIAS[:3]), "bias has shape"),
+        (
+            lambda: sj.site_params(W, [sj.NormalForm(K=(Kronecker(W[:5, :5], W[:5, :2]),))]),
+            r"forms\[0\].K\[0\] has shape \(25, 10\)",
+        ),
         (lambda: sj.segments(np.array([0, 5]), 3), r"adapter_ids\[1\] is 5, but there are 3"),
         (lambda: sj.segments(np.array([0.5]), 3), "vector of integers"),
         (lambda: sj.segments(np.array([1, 0]), 3, presorted=True), "non-decreasing"),

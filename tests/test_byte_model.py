@@ -2,7 +2,14 @@
 
 import numpy as np
 import pytest
-from forms import random_blocks, random_form, random_sparse, random_term, shared_pairs
+from forms import (
+    random_blocks,
+    random_form,
+    random_kronecker,
+    random_sparse,
+    random_term,
+    shared_pairs,
+)
 
 import scute_jax as sj
 from scute_jax.byte_model import fused
@@ -52,6 +59,15 @@ def test_every_pass_is_counted_and_fused_slices_share_their_launches():
     site = sj.byte_cost([lora], [1], D_IN, D_OUT)
     assert fused([site, site, site]).launches == 2
     assert fused([site, site]).bytes == 2 * site["low rank"].bytes
+
+
+def test_products_of_one_shape_share_their_launches():
+    one, two = (random_kronecker(RNG, D_IN, D_OUT, *split) for split in ((4, 2), (6, 5)))
+    forms = [sj.NormalForm(K=K) for K in ((one,), (one, one), (two,), (one,))]
+    cost = sj.byte_cost(forms, [3, 1, 2, 0], D_IN, D_OUT)
+    own = 3 * (4 * 2 + 6 * 5) + (6 * 5 + 4 * 2)  # the fourth tenant has no row
+    rows = (3 + 1 + 2) * (D_IN + 2 * D_OUT)
+    assert cost == {"kronecker": sj.Cost(2 * own, 2 * rows, 4)}
 
 
 def test_time_is_bytes_over_bandwidth_and_launches():

@@ -33,10 +33,11 @@ def test_owned_terms_keep_no_vector_and_shared_ones_no_scalar(form):
 
 @given(extended_forms(pairs=shared_pairs()))
 @settings(max_examples=30, deadline=None)
-def test_s_b_and_R_never_fold(form):
+def test_slots_beside_W_never_fold(form):
     folded = sj.fold(form)
     assert folded.s is form.s and folded.b is form.b and folded.R is form.R
     assert folded.P is form.P and folded.Q is form.Q and folded.S is form.S
+    assert folded.K is form.K
 
 
 def test_live_names_what_is_left():

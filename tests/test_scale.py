@@ -12,6 +12,7 @@ from forms import (
     normal,
     random_blocks,
     random_form,
+    random_kronecker,
     random_sparse,
     random_term,
     shared_pairs,
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 
 import scute_jax as sj
 from scute_jax.entries import entries
+from scute_jax.kronecker import expanded
 from scute_jax.normal_form import TokenRows
 from scute_jax.peft import methods
 from scute_jax.scale import scaled_form
@@ -59,7 +61,7 @@ def test_a_scale_is_that_of_the_effect_or_refused(form, factor):
         assert_close(scaled_form(form, factor), over(form, factor, base)(np.float64(X)))
 
 
-@pytest.mark.parametrize("slot", ["R", "v", "P", "ordered P", "Q", "ordered Q", "s", "S"])
+@pytest.mark.parametrize("slot", ["R", "v", "P", "ordered P", "Q", "ordered Q", "s", "S", "K"])
 def test_each_slot_alone_takes_a_scale(slot):
     rng, order = np.random.default_rng(3), 1 if "ordered" in slot else None
     form = random_form(
@@ -68,6 +70,7 @@ def test_each_slot_alone_takes_a_scale(slot):
         P=(random_blocks(rng, D_IN, 3, order),) if "P" in slot else (),
         Q=(random_blocks(rng, D_OUT, 2, order),) if "Q" in slot else (),
         S=random_sparse(rng, D_IN, D_OUT, 9) if slot == "S" else None,
+        K=(random_kronecker(rng, D_IN, D_OUT, 4, 2),) if slot == "K" else (),
         terms=(random_term(rng, D_IN, D_OUT, 3, "cdeu"),),
     )
     for factor in (-0.5, 0.3, 2.0):
@@ -100,6 +103,7 @@ def method_forms(draw) -> tuple[str, sj.NormalForm]:
         P=(random_blocks(rng, D_IN, 3, draw(orders)),) if "P" in live else (),
         Q=(random_blocks(rng, D_OUT, 2, draw(orders)),) if "Q" in live else (),
         S=random_sparse(rng, D_IN, D_OUT, 9) if "S" in live else None,
+        K=(random_kronecker(rng, D_IN, D_OUT, 4, 2),) if "K" in live else (),
     )
 
 
@@ -122,7 +126,8 @@ def test_any_methods_of_any_strength_stack_as_one_after_the_other(parts):
         stacked = reduce(sj.stack, forms)
         assert_close(stacked, below(np.float64(X)))
         assert len(entries(stacked).get("factors", ())) <= 1
-        assert sum(t.rank for t in stacked.terms) == sum(t.rank for f in forms for t in f.terms)
+        ranks = [t.rank for f in forms for t in expanded(f).terms]
+        assert sum(t.rank for t in expanded(stacked).terms) == sum(ranks)
 
 
 def turns(form: sj.NormalForm) -> bool:

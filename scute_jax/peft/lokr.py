@@ -4,23 +4,23 @@ Source: LyCORIS (arXiv:2309.14859); peft/tuners/lokr/layer.py. d_out = a b and d
 by decompose_factor. Tensors: lokr_w1 [a, m] and lokr_w2 [b, n], each of them as a product
 lokr_w2_a [b, r], lokr_w2_b [r, n] where r is small (w1 with decompose_both only).
 
-kron(P1 Q1, P2 Q2) = kron(P1, P2) kron(Q1, Q2), so the rank is the product of the ranks of w1 and
-w2, which is the least there is: r or the shorter side of each. A whole factor is itself times an
-identity, which leaves kron(P1, P2) or kron(Q1, Q2) mostly zeros.
+The product stays one, K = kron(w1, w2)^T = kron(w1^T, w2^T), unless a low-rank term takes fewer
+bytes: kron(P1 Q1, P2 Q2) = kron(P1, P2) kron(Q1, Q2), so its rank is the product of the ranks of w1
+and w2, which is the least there is: r or the shorter side of each.
 """
 
 import math
 
 import numpy as np
 
-from scute_jax.normal_form import NormalForm, Term
+from scute_jax.normal_form import Kronecker, NormalForm, Term
 from scute_jax.peft.factors import narrow
 from scute_jax.peft.loha import INERT, rank_and_scale
 from scute_jax.peft.registry import register
 from scute_jax.peft.site import Site
 
 
-@register("LOKR", inert=(*INERT, "rank_dropout_scale"), replaces_bias=False)
+@register("LOKR", live="K", inert=(*INERT, "rank_dropout_scale"), replaces_bias=False)
 def lokr(site: Site) -> NormalForm:
     """x W + c x kron(w1, w2)^T"""
     r, c = rank_and_scale(site)
@@ -29,7 +29,10 @@ def lokr(site: Site) -> NormalForm:
     both = site.option("decompose_both", False, kind=bool)
     P1, Q1 = _product(site, "lokr_w1", (a, m), r if both and r < max(a, m) / 2 else None)
     P2, Q2 = _product(site, "lokr_w2", (b, n), r if r < max(b, n) / 2 else None)
-    return NormalForm(terms=(Term(np.kron(Q1, Q2).T, np.kron(P1, P2).T, c=c),))
+    if Q1.shape[0] * Q2.shape[0] * (site.d_in + site.d_out) <= a * m + b * n:
+        return NormalForm(terms=(Term(np.kron(Q1, Q2).T, np.kron(P1, P2).T, c=c),))
+    w1, w2 = (P.astype(np.float64) @ Q for P, Q in ((P1, Q1), (P2, Q2)))
+    return NormalForm(K=(Kronecker(c * w1.T, w2.T),))
 
 
 def split(width: int, factor: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from tiny_checkpoints import CONFIGS, lora_checkpoint, projections, write
 
 from scute_jax import AdapterError, NormalForm, Term
-from scute_jax.normal_form import Blocks, Sparse
+from scute_jax.normal_form import Blocks, Kronecker, Sparse
 from scute_jax.peft import load_peft, methods, register
 from scute_jax.peft import registry as registry_module
 from scute_jax.peft.orders import permuted
@@ -103,13 +103,14 @@ def test_a_variant_is_chosen_by_its_field(tmp_path: Path):
 
 
 EXTENSIONS = {"p": (24, 2, 2), "q": (12, 2, 2), "u": (48,), "s": (3,), "where": (3,)}  # v_proj
+EXTENSIONS |= {"left": (6, 4), "right": (8, 6)}
 
 
 @pytest.mark.parametrize("changed", EXTENSIONS)
 def test_every_extension_is_loaded_and_part_of_the_version(changed: str, tmp_path: Path):
     @register("EXTENDED")
     def extended(site):
-        """(base(x P)) Q + x S + c ((x * u) A) B"""
+        """(base(x P)) Q + x S + x K + c ((x * u) A) B"""
         t = {name: site.tensor(name, shape) for name, shape in EXTENSIONS.items()}
         A, B = np.ones((site.d_in, 1), np.float32), np.ones((1, site.d_out), np.float32)
         order, where = np.arange(site.d_out)[::-1], t["where"].astype(np.int32)
@@ -117,6 +118,7 @@ def test_every_extension_is_loaded_and_part_of_the_version(changed: str, tmp_pat
             P=(Blocks(t["p"]),),
             Q=(permuted(t["q"], order),),
             S=Sparse(where, where, t["s"]),
+            K=(Kronecker(t["left"], t["right"]),),
             terms=(Term(A, B, u=t["u"], pair="ones"),),
         )
 
@@ -132,7 +134,7 @@ def test_every_extension_is_loaded_and_part_of_the_version(changed: str, tmp_pat
 
     one, same, other = (load(tmp_path / str(i), add) for i, add in enumerate([0, 0, 1]))
     assert one.version == same.version != other.version
-    assert one.live == ("P", "Q", "u", "S")
+    assert one.live == ("P", "Q", "u", "S", "K")
     form = one["layers.0.self_attn.v_proj"]
     assert form.Q[0].order.tolist() == list(range(24))[::-1] and form.Q[0].key
     assert form.terms[0].u.dtype == form.P[0].values.dtype == form.S.values.dtype == np.float32
