@@ -11,6 +11,7 @@ unless ensure_weight_tying is set. Source: PEFT 0.21, ModulesToSaveWrapper of ut
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -119,7 +120,8 @@ def _weight(
 def _agreeing(reading: Reading, keys: list[str], shape: tuple) -> tuple[str, np.ndarray] | None:
     if not keys:
         return None
-    first, *others = (reading.tensor(key, key, (shape,), False, False) for key in keys)
+    read: list[Any] = [reading.tensor(key, key, (shape,), False, False) for key in keys]
+    first, *others = read
     for key, other in zip(keys[1:], others, strict=True):
         if not np.array_equal(first, other):
             raise AdapterError(

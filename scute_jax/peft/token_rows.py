@@ -125,7 +125,7 @@ def over_rows(form: NormalForm, rows: TokenRows, name: str) -> NormalForm:
             own = own + np.float32(term.c) * (term.A @ term.B[:, rows.ids]).T
         else:
             own = own + np.float32(term.c) * (term.A[rows.ids] @ term.B)
-    replaced = stack(NormalForm(rows=TokenRows(rows.ids, own)), NormalForm(rows=form.rows))
+    replaced: Any = stack(NormalForm(rows=TokenRows(rows.ids, own)), NormalForm(rows=form.rows))
     return replace(form, rows=replaced.rows)
 
 
