@@ -21,15 +21,19 @@ def for_llama(adapter: Adapter) -> Adapter:
 
     In a gated MLP the input of down_proj is act(gate(x)) * up(x), so a vector that scales it can
     scale the whole output of up_proj instead: an s, which rides in the expand, in place of an R.
-    Not so where down_proj has terms besides, since they read the input unscaled.
+    Not so where other slots of down_proj read the input unscaled (terms, S, K) or turn it first
+    (P), nor where up_proj has a K, which s would expand to a term.
     """
     sites = {site: fold(form) for site, form in adapter.sites.items()}
     for site in list(sites):
-        form = sites[site]
+        if not site.endswith(".mlp.down_proj"):
+            continue
+        form, up = sites[site], site.removesuffix("down_proj") + "up_proj"
+        above = sites.get(up, NormalForm())
         scales_input = form.R is not None and form.R.shape[-1] == 1
-        if site.endswith(".mlp.down_proj") and scales_input and not form.terms:
-            up = site.removesuffix("down_proj") + "up_proj"
-            sites[up] = stack(sites.get(up, NormalForm()), NormalForm(s=form.R[:, 0, 0]))
+        alone = not form.terms and set(form.live) <= {"R", "Q", "s", "b"}
+        if scales_input and alone and not above.K:
+            sites[up] = stack(above, NormalForm(s=form.R[:, 0, 0]))
             sites[site] = replace(form, R=None)
     changed = {site: form for site, form in sites.items() if jax.tree.leaves(form)}
     for site, form in changed.items():
