@@ -130,7 +130,7 @@ def _extend(
     if slots.tokens is not None:
         more = slots.tokens.ids.shape[1]
         h = jnp.pad(h, ((0, 0), (0, more)), constant_values=-jnp.inf)
-        h = replace_columns(h, x, slots.tokens, seg.tiles)
+        h = replace_columns(h, x, slots.tokens, seg.slot)
     return h
 
 

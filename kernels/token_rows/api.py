@@ -3,7 +3,6 @@
 from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.pools import TokenTable
-from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.token_rows import reference
 
 
@@ -18,7 +17,7 @@ def replace_rows(
 
 
 def replace_columns(
-    h: Float[Array, "t vocab"], x: Float[Array, "t d"], table: TokenTable, tiles: Tiles
+    h: Float[Array, "t vocab"], x: Float[Array, "t d"], table: TokenTable, slot: Int[Array, "t"]
 ) -> Float[Array, "t vocab"]:
     """The logits h with those of replaced tokens computed anew. See reference.py."""
-    return reference.replace_columns(h, x, table, tiles)
+    return reference.replace_columns(h, x, table, slot)
