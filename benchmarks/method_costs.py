@@ -22,7 +22,7 @@ from benchmarks.kernels.layer import GROUPS
 from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.byte_model import byte_cost, fused
 from scute_jax.calibrate import measure, median_us
-from scute_jax.normal_form import Blocks, Sparse
+from scute_jax.normal_form import Blocks, Kronecker, Sparse
 from scute_jax.slots import SiteSlots, pack_site
 
 TENANTS, LOOPS, LAYERS = 16, 40, 32
@@ -159,6 +159,10 @@ def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalF
 
 def compiled(weights, slots):
     """`LOOPS` layers in one jit, compiled."""
+        K=tuple(
+            Kronecker(normal(a_in, a_out), normal(b_in, b_out))
+            for a_in, a_out, b_in, b_out in site.get("K", ())
+        ),
 
     def run(weights, slots, x):
         seg = sj.segments(jnp.arange(TENANTS), TENANTS, presorted=True)

@@ -97,6 +97,7 @@ def shape_of(form: sj.NormalForm) -> dict:
         "P": [blocks.values.shape[-1] for blocks in form.P],
         "Q": [blocks.values.shape[-1] for blocks in form.Q],
         "S": None if form.S is None else form.S.values.size,
+        "K": [[*product.left.shape, *product.right.shape] for product in form.K],
         "terms": [
             {"rank": term.rank, "shared": term.pair is not None, "u": term.u is not None}
             for term in form.terms
