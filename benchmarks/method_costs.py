@@ -154,15 +154,15 @@ def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalF
         P=tuple(permuted(d_in, m, f"P{j}") for j, m in enumerate(site["P"])),
         Q=tuple(permuted(d_out, m, f"Q{j}") for j, m in enumerate(site["Q"])),
         S=S,
+        K=tuple(
+            Kronecker(normal(a_in, a_out), normal(b_in, b_out))
+            for a_in, a_out, b_in, b_out in site.get("K", ())
+        ),
     )
 
 
 def compiled(weights, slots):
     """`LOOPS` layers in one jit, compiled."""
-        K=tuple(
-            Kronecker(normal(a_in, a_out), normal(b_in, b_out))
-            for a_in, a_out, b_in, b_out in site.get("K", ())
-        ),
 
     def run(weights, slots, x):
         seg = sj.segments(jnp.arange(TENANTS), TENANTS, presorted=True)
