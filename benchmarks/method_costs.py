@@ -4,7 +4,8 @@
 
 One decoder layer of Llama-3.1-8B in bfloat16, 16 tenants of one method with a row each, random
 numbers in the shapes of `method_shapes.json`. Measured: the layer's projections with the adapters
-minus without them, both inside a loop of one jit. Predicted: the byte model with this machine's
+minus without them, both inside a loop of one jit. "pool" is a tenant of every method at once, and
+"LoRA pool" as many of LoRA. Predicted: the byte model with this machine's
 constants, measured in the same run; nothing is fitted. A token passes 32 such layers.
 """
 
@@ -50,34 +51,41 @@ def main() -> None:
     methods = {n: s for n, s in shapes.items() if not args.only or n in args.only}
     methods = dict(sorted(methods.items(), key=lambda item: most_terms(item[1])))
     weights = base_weights(jax.random.key(0))
-    base = microseconds(compiled(weights, {}), weights, {})
-    report = {"machine": asdict(machine), "jax": jax.__version__, "base_us": base, "methods": []}
+    report = {"machine": asdict(machine), "jax": jax.__version__, "methods": []}
     alike: dict[str, list[str]] = {}  # methods whose forms have the same shapes cost the same
     for name, shape in methods.items():
         alike.setdefault(json.dumps(shape["sites"]), []).append(name)
-    print(f"base layer {base:.1f} us; {len(methods)} methods of {len(alike)} shapes", flush=True)
-    print(f"{'method':12} {'bytes a tenant':>15} {'live':>8} {'predicted':>10} {'measured':>9}  us")
-    with ThreadPoolExecutor(8) as pool:
-        jobs = [
-            (names, pool.submit(prepare, weights, methods[names[0]])) for names in alike.values()
-        ]
-        for names, job in jobs:
-            cost, slots, run = job.result()
-            measured = microseconds(run, weights, slots) - base
-            predicted = cost.seconds(machine) * 1e6
-            for name in names:
-                shape = methods[name]
-                row = {"method": name, "bytes": LAYERS * shape["bytes"], "live": shape["live"]}
-                row |= {"predicted_us": LAYERS * predicted / TENANTS}
-                row |= {"measured_us": LAYERS * measured / TENANTS, "layer_us": measured}
-                report["methods"].append(row | {"layer_predicted_us": predicted})
-                print(
-                    f"{name:12} {row['bytes']:15,} {','.join(row['live']) or '-':>8} "
-                    f"{predicted:10.1f} {measured:9.1f}",
-                    flush=True,
-                )
-            if args.out:
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(methods)} methods of {len(alike)} shapes; us added to a layer:", flush=True)
+    print(f"{'method':12} {'bytes a tenant':>15} {'live':>8} {'predicted':>10} {'measured':>9}")
+    pools = [(names, [methods[names[0]]] * TENANTS) for names in alike.values()]
+    if not args.only:
+        pools += [(["LoRA pool"], [methods["LoRA"]] * len(methods))]
+        pools += [(["pool"], list(methods.values()))]
+    with ThreadPoolExecutor(12) as threads:
+        jobs = [threads.submit(prepare, weights, tenants) for _, tenants in pools]
+        ready = [job.result() for job in jobs]
+    print("compiled", flush=True)
+    plain = {
+        count: microseconds(compiled(weights, {}, count), weights, {}, count)
+        for count in sorted({len(tenants) for _, tenants in pools})
+    }
+    for (names, tenants), (cost, slots, run) in zip(pools, ready, strict=True):
+        base = plain[len(tenants)]
+        measured = microseconds(run, weights, slots, len(tenants)) - base
+        predicted = cost.seconds(machine) * 1e6
+        for name in names:
+            shape = methods.get(name, {"bytes": 0, "live": []})
+            row = {"method": name, "tenants": len(tenants), "live": shape["live"]}
+            row |= {"bytes_per_tenant": LAYERS * shape["bytes"], "base_us": base}
+            row |= {"predicted_us": predicted, "measured_us": measured}
+            report["methods"].append(row)
+            print(
+                f"{name:12} {row['bytes_per_tenant']:15,} {','.join(row['live']) or '-':>8} "
+                f"{predicted:10.1f} {measured:9.1f}",
+                flush=True,
+            )
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def most_terms(shape: dict) -> int:
@@ -96,24 +104,21 @@ def base_weights(key: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
     }
 
 
-def prepare(weights, shape: dict):
+def prepare(weights, tenants: list[dict]):
     """The predicted cost of a layer, the pools of its sites, and the compiled loop."""
     key, slots, costs = jax.random.key(1), {}, []
     for group, (d_in, outs) in GROUPS.items():
         sites = []
         for module, d_out in zip(MODULES[group], outs, strict=True):
-            site = shape["sites"].get(f"layers.0.{module}")
-            if site is None:
-                continue
             forms = []
-            for _ in range(TENANTS):
+            for tenant in tenants:
                 key, own = jax.random.split(key)
-                forms.append(random_form(own, site, d_in, d_out))
+                site = tenant["sites"].get(f"layers.0.{module}")
+                forms.append(random_form(own, site, d_in, d_out) if site else sj.NormalForm())
             slots[module] = pack_site(forms, d_in, d_out, jnp.bfloat16)
-            sites.append(byte_cost(forms, [1] * TENANTS, d_in, d_out))
+            sites.append(byte_cost(forms, [1] * len(forms), d_in, d_out))
         costs.append(fused(sites))
-    total = sum(costs[1:], costs[0])
-    return total, slots, compiled(weights, slots)
+    return sum(costs[1:], costs[0]), slots, compiled(weights, slots, len(tenants))
 
 
 def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalForm:
@@ -161,11 +166,11 @@ def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalF
     )
 
 
-def compiled(weights, slots):
+def compiled(weights, slots, tenants: int):
     """`LOOPS` layers in one jit, compiled."""
 
     def run(weights, slots, x):
-        seg = sj.segments(jnp.arange(TENANTS), TENANTS, presorted=True)
+        seg = sj.segments(jnp.arange(tenants), tenants, presorted=True)
 
         def apply(group, x):
             sites = zip(weights[group], MODULES[group], strict=True)
@@ -181,12 +186,12 @@ def compiled(weights, slots):
 
         return jax.lax.fori_loop(0, LOOPS, layer, x)
 
-    x = jnp.ones((TENANTS, GROUPS["qkv"][0]), jnp.bfloat16)
+    x = jnp.ones((tenants, GROUPS["qkv"][0]), jnp.bfloat16)
     return jax.jit(run).lower(weights, slots, x).compile()
 
 
-def microseconds(run, weights, slots) -> float:
-    x = jnp.ones((TENANTS, GROUPS["qkv"][0]), jnp.bfloat16)
+def microseconds(run, weights, slots, tenants: int) -> float:
+    x = jnp.ones((tenants, GROUPS["qkv"][0]), jnp.bfloat16)
     return median_us(run, weights, slots, x, repeats=7, per_call=LOOPS)[0]
 
 

@@ -1,10 +1,11 @@
-"""Adapters of all methods in one batch: their error in bfloat16, and what the pool costs to decode.
+"""Adapters of all methods in one batch: the error of each in bfloat16.
 
     python -m benchmarks.method_pool --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA --out FILE
 
 One adapter of each method is made with the PEFT library and served, all in one batch, in bfloat16;
-the oracle is PEFT in float32 on the same bfloat16-rounded base and numbers. Then the same number of
-LoRA adapters of rank 16 is decoded beside the pool: the same rows, lengths and settings.
+the oracle is PEFT in float32 on the same bfloat16-rounded base and numbers. `--layers` keeps the
+first layers of the base only, which shortens the compilation. What the pool costs to decode is in
+`method_costs.py`.
 """
 
 import argparse
@@ -16,14 +17,14 @@ from pathlib import Path
 
 import jax
 import peft
-import safetensors.numpy
 import torch
 import transformers
 
 from benchmarks.adapter_tasks import read_examples
 from benchmarks.bf16_effect import mean_gap, oracle, rounded_twin, serve
 from benchmarks.recipes import all_methods, make_with_effect
-from scute_jax.serving import Engine, Request, SamplingParams
+from scute_jax.models.tokenizer import load_tokenizer
+from scute_jax.serving import Engine
 
 
 def main() -> None:
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--texts", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=2, help="rows of each adapter when decoding")
+    parser.add_argument("--layers", type=int, help="of the base; all if not given")
     parser.add_argument("--only", nargs="*", help="some methods")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -40,18 +41,26 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     began = time.monotonic()
     twin = rounded_twin(args.model).to(device)
-    engine = Engine.from_pretrained(args.model, dtype="bfloat16", max_adapters=48, memory=2 << 30)
+    tokenizer = load_tokenizer(args.model)
     examples = read_examples(args.data, "gsm8k", "test")[: args.texts]
-    texts = [engine.tokenizer.encode(f"{e.user}\n{e.answer}") for e in examples]
+    texts = [tokenizer.encode(f"{e.user}\n{e.answer}") for e in examples]
     with tempfile.TemporaryDirectory() as scratch:
+        if args.layers:
+            twin.model.layers = twin.model.layers[: args.layers]
+            twin.config.num_hidden_layers = args.layers
+            twin.config.layer_types = None
+        twin.save_pretrained(Path(scratch) / "base")
         made = make_all(twin, texts, Path(scratch), args.only)
         print(f"{len(made)} adapters made after {time.monotonic() - began:.0f} s", flush=True)
+        engine = Engine.from_pretrained(
+            Path(scratch) / "base", dtype="bfloat16", max_adapters=len(made), memory=2 << 30
+        )
         rows = errors(engine, made, texts)
-        report = {"methods": rows, "versions": versions(), "device": jax.devices()[0].device_kind}
-        save(args.out, report)
-        print(f"errors after {time.monotonic() - began:.0f} s", flush=True)
-        report["decode"] = decode(args, engine, made, Path(scratch))
-        save(args.out, report)
+    facts = {"layers": len(twin.model.layers), "device": jax.devices()[0].device_kind}
+    versions = {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
+    if args.out:
+        report = {"facts": facts | {"versions": versions}, "methods": rows}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"done after {time.monotonic() - began:.0f} s")
 
 
@@ -84,64 +93,6 @@ def errors(engine, made, texts) -> list[dict]:
         rows.append({"method": name, "error": error, "effect": effect, "share": error / effect})
         print(f"{name:12} {error:8.4f} {effect:8.3f} {100 * error / effect:6.2f} %", flush=True)
     return rows
-
-
-def decode(args, pool: Engine, made, scratch: Path) -> dict:
-    """Milliseconds a decode step of the pool and of as many LoRA adapters, and of the base."""
-    names = [f"lora-{i}" for i in range(len(made))]
-    lora = Engine.from_pretrained(args.model, dtype="bfloat16", max_adapters=48, memory=2 << 30)
-    for i, name in enumerate(names):
-        lora.add_adapter(name, copy_of(made["LoRA"][0], 1 + i / 100, scratch / name))
-    count = args.rows * len(made)
-    found = {
-        "rows": count,
-        "base": step_ms(lora, [None] * count),
-        "lora": step_ms(lora, names * args.rows),
-        "pool": step_ms(pool, list(made) * args.rows),
-    }
-    print(
-        f"decode, {count} rows, ms a step: base {found['base']:.3f}, LoRA {found['lora']:.3f}, "
-        f"pool {found['pool']:.3f}: {found['pool'] / found['lora']:.3f} of LoRA"
-    )
-    return found
-
-
-def copy_of(folder: Path, factor: float, to: Path) -> Path:
-    """The LoRA with all its A multiplied: other numbers of the same shapes."""
-    to.mkdir()
-    (to / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
-    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
-    moved = {key: value * factor if "lora_A" in key else value for key, value in tensors.items()}
-    safetensors.numpy.save_file(moved, to / "adapter_model.safetensors")
-    return to
-
-
-def step_ms(engine: Engine, adapters) -> float:
-    """The difference between long and short generations, a step; compiled before it is timed."""
-
-    def seconds(tokens: int) -> float:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        requests = [
-            Request(prompt_token_ids=[7 + i, 11, 13, 17], adapter=adapter, sampling=sampling)
-            for i, adapter in enumerate(adapters)
-        ]
-        began = time.perf_counter()
-        for completion in engine.generate(requests):
-            if completion.error:
-                raise RuntimeError(completion.error)
-        return time.perf_counter() - began
-
-    seconds(224)
-    return min((seconds(224) - seconds(32)) / 192 * 1e3 for _ in range(3))
-
-
-def versions() -> dict[str, str]:
-    return {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
-
-
-def save(out: Path | None, report: dict) -> None:
-    if out:
-        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

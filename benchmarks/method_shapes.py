@@ -3,8 +3,8 @@
     python -m benchmarks.method_shapes --out benchmarks/method_shapes.json
 
 Each adapter is made with the PEFT library on a base of one such layer with random weights, and read
-with scute_jax; its folded forms tell the shapes. PSOFT and KaSA are left out: they take singular
-value decompositions of every matrix, and are terms of their rank afterwards, as LoRA is.
+with scute_jax; its folded forms tell the shapes. PSOFT, KaSA and TinyLoRA are left out: they take
+singular value decompositions of every matrix, and are terms of their rank afterwards, as LoRA is.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from scute_jax.entries import entries
 from scute_jax.models.adapters import for_llama
 from scute_jax.models.checkpoint import load_model
 
-SLOW = ("PSOFT", "KaSA")
+SLOW = ("PSOFT", "KaSA", "TinyLoRA")
 
 
 def main() -> None:

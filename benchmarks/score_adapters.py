@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--examples", type=int, help="only the first so many of each test set")
     args = parser.parse_args()
     folders = demo_adapters()
@@ -45,8 +46,9 @@ def main() -> None:
     )
     jobs = {}  # name -> (task, stack)
     for name, record in peft["adapters"].items():
-        jobs[name] = (record["task"], record["stack"])
-    for task in TASKS:
+        if record["task"] in args.tasks:
+            jobs[name] = (record["task"], record["stack"])
+    for task in args.tasks:
         jobs[f"base on {task}"] = (task, None)
     began = time.monotonic()
     ours = score_all(engine, chat, jobs, args.data, args.examples)

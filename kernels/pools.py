@@ -53,7 +53,7 @@ class Shared:
 
     Adapter k adds ((((x * u[row]) A) * d[row]) B) * e[row] for each j with row = row[k, j] >= 0,
     where A, B are the factors of pair[k, j] in `pairs`. d is zero from the rank of its pair on; u
-    is stored minus 1, and None where no adapter has one.
+    is None where no adapter has one.
     """
 
     pairs: LowRank

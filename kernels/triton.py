@@ -7,6 +7,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+# Upstream warns at each lowering that this backend will go. We know, and users can do nothing.
+warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
+
 MIN_SIDE = 16  # the narrowest side of a product
 
 
@@ -26,10 +29,7 @@ def pallas_call(
     interpret: bool,
     aliases: Mapping[int, int] | None = None,
 ) -> Callable:
-    """`kernel` with whole arrays as refs; nested tuples of arguments are flattened.
-
-    Upstream warns at each lowering that this backend will go. We know: callers choose it by name.
-    """
+    """`kernel` with whole arrays as refs; nested tuples of arguments are flattened."""
     call = pl.pallas_call(
         kernel,
         name=name,
@@ -39,10 +39,4 @@ def pallas_call(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
     )
-
-    def run(*args):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Triton backend is deprecated.*")
-            return call(*jax.tree.leaves(args))
-
-    return run
+    return lambda *args: call(*jax.tree.leaves(args))

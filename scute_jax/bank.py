@@ -215,8 +215,8 @@ class AdapterBank:
                         key = (site, f"{kind}/{part}")
                         writes[key].append((place, self._fitting(key, np.asarray(array))))
                     if kind == "shared" and "u" not in entry and site in self.capacity.inputs:
-                        zero = np.zeros(self._widths[site][0], self.dtype)
-                        writes[site, "shared/u"].append((place, zero))
+                        ones = np.ones(self._widths[site][0], self.dtype)
+                        writes[site, "shared/u"].append((place, ones))
         return writes
 
     def _fitting(self, key: Key, array: np.ndarray) -> np.ndarray:

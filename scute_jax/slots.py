@@ -246,7 +246,7 @@ def _shared(
             vectors.append(own[k][j])
 
     def stacked(part: str, size: int) -> Array:
-        arrays = [jnp.asarray(v.get(part, np.zeros((size,), np.float32))) for v in vectors]
+        arrays = [jnp.asarray(v.get(part, np.ones((size,), np.float32))) for v in vectors]
         return jnp.stack([jnp.pad(a.astype(dtype), (0, size - a.shape[0])) for a in arrays])
 
     d_in, d_out = first[keys[0]].A.shape[0], first[keys[0]].B.shape[1]

@@ -110,7 +110,7 @@ def _shrink_kernel(
             if has_u:
                 u = plgpu.load(u_ref.at[entry[:, None], k[None, :]], mask=here, other=0.0)
                 wide = xs.astype(jnp.float32)
-                xs = (wide + wide * u.astype(jnp.float32)).astype(xs.dtype)
+                xs = (wide * u.astype(jnp.float32)).astype(xs.dtype)
             a = plgpu.load(
                 A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
                 mask=own[:, None] & there[None, :],

@@ -63,5 +63,4 @@ def _scaled(
     if shared.u is None:
         return x
     u = jnp.take(shared.u, row, axis=0, mode="clip").astype(jnp.float32)
-    wide = x.astype(jnp.float32)
-    return (wide + wide * u).astype(x.dtype)
+    return (x.astype(jnp.float32) * u).astype(x.dtype)

@@ -11,7 +11,7 @@ import pytest
 from forms import normal, random_blocks, random_form, random_term, shared_pairs
 
 import scute_jax as sj
-from scute_jax.kernels import block_rotate, paged_attention, scale_input
+from scute_jax.kernels import block_rotate, paged_attention, scale_input, shared_factors
 
 # dtype -> share of the largest output: float32 sums in another order; half precision rounds the
 # output once (2^-9 and 2^-11) and, inside, the low-rank product once more.
@@ -212,3 +212,20 @@ def test_a_row_has_the_same_bits_beside_any_other_rows():
         place = 59 - row
         others[place], other_x[place] = ids[row], x[row]
         np.testing.assert_array_equal(np.asarray(run(other_x, others))[place], first[row])
+
+
+def test_small_input_vectors_keep_their_digits_in_half_precision():
+    rng, d_in, d_out = np.random.default_rng(9), 96, 130
+    pair = shared_pairs(d_in, d_out)[0]
+    term = random_term(rng, d_in, d_out, 0, "de", pair)
+    term = term.replace(u=0.01 * normal(rng, d_in))
+    forms = [random_form(rng, d_in, d_out, terms=[term]), random_form(rng, d_in, d_out)]
+    params, seg, x = batch(rng, forms, d_in, d_out, 40, 16, "bfloat16")
+    x = seg.sort(x)
+    exact = (np.float64(x) * np.float64(term.u)) @ np.float64(term.A)
+    exact = (exact * np.float64(term.d)) @ np.float64(term.B) * np.float64(term.e)
+    exact[np.asarray(seg.slot) != 0] = 0
+    none = jnp.zeros((40, d_out), jnp.float32)
+    for how in ("pallas", "reference"):
+        ours = shared_factors(none, x, params.slots.shared, seg.slot, implementation=how)
+        assert np.abs(np.asarray(ours) - exact).max() <= 0.02 * np.abs(exact).max()
