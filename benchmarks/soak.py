@@ -28,6 +28,7 @@ from scute_jax.serving import Completion, Engine, Request, SamplingParams
 
 IN_FLIGHT = 40  # requests in the engine at a time
 SCALABLE = ("lora", "dora", "ia3-out", "vera", "oft", "hra", "loha", "beft", "fourierft")
+SECOND = ("lora", "ia3-out")  # what is stacked on others
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Shape:
     spare: int = 40  # checkpoints that replace others or come later
     resident: int = 8
     layers: int = 2
-    pages: int = 72  # of 16 tokens: too few for all rows, so that sequences are preempted
+    pages: int = 32  # of 16 tokens: too few for all rows, so that sequences are preempted
     rows: int = 8
+    recipes: tuple[str, ...] = tuple(RECIPES)
     seed: int = 0
 
 
@@ -73,7 +75,7 @@ class Soak:
         self.shape, self.rng, self.out = shape, np.random.default_rng(shape.seed), Outcome()
         began = time.monotonic()
         base = write_base(folder / "base", shape.layers)
-        self.folder, recipes = folder, list(RECIPES)
+        self.folder, recipes = folder, shape.recipes
         self.checkpoints = [
             write_adapter(
                 base, recipes[i % len(recipes)], folder / f"{i}-{recipes[i % len(recipes)]}", i
@@ -103,7 +105,7 @@ class Soak:
     def run(self, progress) -> Outcome:
         """Everything, in order."""
         began = time.monotonic()
-        self.engine.warm_up(lambda done, total, what: progress(f"warm-up {done}/{total}: {what}"))
+        self._warm_up(self.engine, self.meaning, progress)
         self.out.compilations_of_warm_up = self.engine.stats().compilations
         self.out.seconds["warm up"] = time.monotonic() - began
         began = time.monotonic()
@@ -114,6 +116,16 @@ class Soak:
         self._check(progress)
         self.out.seconds["each alone"] = time.monotonic() - began
         return self.out
+
+    def _warm_up(self, engine: Engine, meaning: dict[str, Path], progress) -> None:
+        """Compiles all steps, those for a stack of each method under each second one included."""
+        first: dict[str, str] = {}
+        for name, path in meaning.items():
+            first.setdefault(path.name.partition("-")[2], name)
+        engine.warm_up(
+            lambda done, total, what: progress(f"warm-up {done}/{total}: {what}"),
+            [(name, first[second]) for name in first.values() for second in SECOND],
+        )
 
     def _load(self, progress) -> None:
         """Submits, cancels, loads and replaces between the steps until all requests have ended."""
@@ -169,7 +181,7 @@ class Soak:
             prompt = self.prefixes[int(rng.integers(4))] + prompt[:20]
         greedy = rng.random() < 0.5
         sampling = SamplingParams(
-            max_tokens=int(rng.integers(1, 30)),
+            max_tokens=int(rng.integers(1, 60)),
             temperature=0.0 if greedy else float(rng.uniform(0.3, 1.5)),
             top_p=1.0 if greedy else float(rng.uniform(0.5, 1.0)),
             top_k=0 if greedy else int(rng.integers(0, 30)),
@@ -196,7 +208,8 @@ class Soak:
         first = names[int(len(names) * rng.random() ** 3)]
         recipe = self.meaning[first].name.partition("-")[2]
         if rng.random() < 0.05:
-            second = [n for n in names if self.meaning[n].name.endswith(("-lora", "-ia3-out"))]
+            ends = tuple(f"-{recipe}" for recipe in SECOND)
+            second = [n for n in names if self.meaning[n].name.endswith(ends)]
             return [first, second[int(rng.integers(len(second)))]], 1.0
         if recipe in SCALABLE and rng.random() < 0.1:
             return [first], float(rng.choice([0.0, 0.5, 1.5]))
@@ -217,13 +230,15 @@ class Soak:
 
     def _check(self, progress) -> None:
         """Runs every request alone, under the weights that its names meant."""
-        alone, added = self._new_engine(), set()
+        alone = self._new_engine()
+        for i, path in enumerate(self.checkpoints):
+            if i == self.shape.adapters:
+                meaning = {str(p): p for p in self.checkpoints[:i]}
+                self._warm_up(alone, meaning, lambda line: None)  # the steps of the other engine
+            alone.add_adapter(str(path), path)
         methods: Counter[str] = Counter()
         for count, (name, request) in enumerate(self.asked.items(), 1):
             completion = self.done[name]
-            for folder in set(request.adapter_names) - added:
-                alone.add_adapter(folder, folder)
-                added.add(folder)
             (expected,) = alone.generate([request])
             if completion.error is not None or expected.error is not None:
                 self.out.errors.append(f"{name}: {completion.error} / alone: {expected.error}")

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "v_proj", "down_proj"]
+NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
 LORA = {"r": 4, "target_modules": SOME}
 FF = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 
@@ -68,6 +69,11 @@ RECIPES: dict[str, tuple[Callable[[], peft.PeftConfig], float]] = {
     "randlora": (lambda: peft.RandLoraConfig(r=24, target_modules=["q_proj", "up_proj"]), 0.3),
     "pvera": (lambda: peft.PveraConfig(r=20, target_modules=SOME), 1.0),
     "beft": (lambda: peft.BeftConfig(target_modules=ATTENTION), 0.5),
+    "road": (lambda: peft.RoadConfig(group_size=8, target_modules=SOME), 0.1),
+    "shira": (lambda: peft.ShiraConfig(r=2, target_modules=SOME), 0.3),
+    "waveft": (lambda: peft.WaveFTConfig(n_frequency=60, scaling=1.0, target_modules=SOME), 0.5),
+    "ln-tuning": (lambda: peft.LNTuningConfig(target_modules=NORMS), 0.3),
+    "tokens": (lambda: peft.TrainableTokensConfig(token_indices=[3, 5, 40]), 1.0),
     "ssf": (lambda: peft.LoraConfig(), 0.3),  # PEFT has none: see `_write_ssf`
 }
 

@@ -132,7 +132,7 @@ class Engine:
         with self._lock:
             self._residency.expect(tenant)
             if before is not None:
-                self._residency.tidy(before)
+                self._residency.tidy()
         return AdapterInfo(name, adapter.method, adapter.version, False, adapter.nbytes)
 
     def remove_adapter(self, name: str) -> None:
@@ -140,10 +140,10 @@ class Engine:
 
         Raises: AdapterError if there is no such name.
         """
-        tenant = self._registry.remove(name)
+        self._registry.remove(name)
         with self._lock:
             self._meter.forget(name)
-            self._residency.tidy(tenant)
+            self._residency.tidy()
 
     def adapters(self) -> list[AdapterInfo]:
         """The registered adapters."""
@@ -154,15 +154,22 @@ class Engine:
                 for name, a in self._registry.adapters().items()
             ]
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(
+        self, progress: Progress | None = None, stacks: Iterable[tuple[str, ...]] = ()
+    ) -> None:
         """Compiles every step that requests for the registered adapters can need.
 
         After it nothing compiles, whatever the requests; nor does an adapter that comes later, if
-        its slots, sizes and sites are among those of the adapters before it. `progress` is called
-        before each step with (steps done, steps in all, what comes next). Requests in flight stand
-        still meanwhile.
+        its slots, sizes and sites are among those of the adapters before it. A stack can need more
+        than its adapters: those that will be asked for can be named in `stacks`. `progress` is
+        called before each step with (steps done, steps in all, what comes next). Requests in flight
+        stand still meanwhile.
+        Raises: AdapterError if a stack cannot be made.
         """
+        planned = [self._registry.resolve(names) for names in stacks]
         with self._lock, self._compilations:
+            for tenant in planned:
+                self._residency.expect(tenant)
             self._residency.warm_up()
             self._runner.warm_up(progress or (lambda done, total, what: None))
 

@@ -62,14 +62,12 @@ class Registry:
                 self._unname(before)
         return tenant, before
 
-    def remove(self, name: str) -> Tenant:
+    def remove(self, name: str) -> None:
         """Forgets a name. Raises: AdapterError if there is none."""
         with self._lock:
             self._known((name,))
             del self._adapters[name]
-            tenant = self._tenants.pop(name)
-            self._unname(tenant)
-        return tenant
+            self._unname(self._tenants.pop(name))
 
     def wanted(self, tenant: Tenant) -> bool:
         """Whether names lead to every adapter that the tenant is made of."""

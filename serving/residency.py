@@ -87,10 +87,14 @@ class Residency:
         self._users[tenant.version] -= 1
         if not self._users[tenant.version]:
             del self._users[tenant.version]
-            self.tidy(tenant)
+            self._leave(tenant)
 
-    def tidy(self, tenant: Tenant) -> None:
-        """Frees the slot of a tenant that nobody uses and no name leads to."""
+    def tidy(self) -> None:
+        """Frees the slots of tenants that nobody uses and no name leads to."""
+        for tenant in list(self._tenant.values()):
+            self._leave(tenant)
+
+    def _leave(self, tenant: Tenant) -> None:
         version = tenant.version
         if version in self._slot and version not in self._users and not self._wanted(tenant):
             self._evict(version)
