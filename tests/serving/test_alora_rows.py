@@ -15,6 +15,7 @@ from peft_oracle import base_model, load_with_peft, save_adapter  # noqa: E402
 from tenants import next_logprobs  # noqa: E402
 
 from scute_jax.models.adapters import invoked_at  # noqa: E402
+from scute_jax.models.cache import page_bytes  # noqa: E402
 from scute_jax.serving import Request, SamplingParams  # noqa: E402
 from scute_jax.serving.pages import page_digests  # noqa: E402
 
@@ -90,7 +91,8 @@ def peft_run(folder: Path, prompt: list[int]) -> tuple[list[int], np.ndarray, np
 
 
 def request(prompt, adapter, **fields):
-    sampling = SamplingParams(max_tokens=COUNT, ignore_eos=True, logprobs=0, **fields)
+    given = {"max_tokens": COUNT, "ignore_eos": True, "logprobs": 0} | fields
+    sampling = SamplingParams(**given)
     return Request(prompt_token_ids=prompt, adapter=adapter, sampling=sampling)
 
 
@@ -130,6 +132,23 @@ def test_pages_of_the_base_serve_every_adapter_up_to_its_invocation(folders):
         tokens, generated, _ = peft_run(folders[name], prompt)
         assert list(done.token_ids) == tokens
         np.testing.assert_allclose(done.logprobs, generated, atol=1e-4)
+
+
+def test_with_few_pages_each_request_is_what_it_is_alone(engine, folders):
+    """Preempted sequences are computed again, in blocks of other sizes and over shared pages."""
+    memory = 22 * page_bytes(engine.config, 16, np.float32)
+    small = make_engine(folders, page_size=16, memory=memory, max_adapters=2)
+    requests = [
+        request(prompt, adapter, max_tokens=50)
+        for prompt in prompts().values()
+        for adapter in (None, "alora", "lora")
+    ]
+    together = small.generate(requests)
+    assert small._scheduler.preemptions > 0
+    for asked, done in zip(requests, together, strict=True):
+        (alone,) = engine.generate([asked])
+        assert done.token_ids == alone.token_ids
+        np.testing.assert_allclose(done.logprobs, alone.logprobs, atol=1e-4)
 
 
 def test_a_page_belongs_to_what_computed_it():
