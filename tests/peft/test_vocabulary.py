@@ -168,6 +168,22 @@ def test_added_tokens(name, targets, saved, listed, seed):
         assert set(range(VOCAB, VOCAB + ADDED)) <= set(adapter[site].rows.ids.tolist())
 
 
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        (peft.IA3Config, {"feedforward_modules": []}),
+        (peft.VeraConfig, {"r": 4}),
+        (peft.OFTConfig, {"oft_block_size": 4}),
+        (peft.LoHaConfig, {"r": 2}),
+    ],
+)
+def test_modules_to_save_of_other_methods(method, fields):
+    saved = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens", "norm"]}
+    adapter = run(quiet(method, **saved, **fields), "tied", tokens=[3, 9])
+    np.testing.assert_array_equal(adapter["embed_tokens"].rows.ids, [3, 9])
+    assert "lm_head" not in adapter and "norm" in adapter
+
+
 def refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         loaded(folder, name)

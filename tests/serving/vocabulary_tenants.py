@@ -95,3 +95,13 @@ def oracle(folders: dict[str, Path], name: str, tenant: str | None) -> torch.nn.
         if tenant is None:
             return model
         return PeftModel.from_pretrained(model, str(folders[tenant])).eval()
+
+
+def merged(folders: dict[str, Path], name: str, stack: list[str]) -> torch.nn.Module:
+    """The base with each adapter merged into it by PEFT, one after the other."""
+    model = base(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for tenant in stack:
+            model = PeftModel.from_pretrained(model, str(folders[tenant])).merge_and_unload()
+    return model.eval()

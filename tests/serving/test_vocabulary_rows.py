@@ -60,6 +60,18 @@ def test_log_probabilities_and_text_of_a_mixed_batch(served):
         assert list(completion.token_ids) == expected, request.adapter
 
 
+def test_a_stack_of_norms_tokens_and_a_lora(served):
+    name, folders, engine, scored = served
+    prompt = scored[0][0].prompt_token_ids
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    names = ["norms", "trained tokens", "lora"]
+    (done,) = engine.generate([Request(prompt_token_ids=prompt, adapter=names, sampling=sampling)])
+    model = tenants.merged(folders, name, names)
+    ours = np.array([*done.prompt_logprobs[1:], *done.logprobs])
+    expected = next_logprobs(model, [*prompt, *done.token_ids])
+    assert np.abs(ours - expected).mean() <= 1e-5
+
+
 def test_added_tokens_are_generated_by_their_tenant_only(served):
     _, _, _, scored = served
     for request, completion in scored:
