@@ -73,6 +73,7 @@ class Engine:
     ):
         self.config, self.params, self.tokenizer, self.options = config, params, tokenizer, options
         dtype = params.embed_tokens.dtype
+        options.use_compilation_cache()
         num_pages = options.num_pages(config, dtype)
         self.max_context = min(config.max_context, num_pages * options.page_size)
         self._lock = FairLock()

@@ -1,6 +1,7 @@
 """The shapes and budgets of an engine, with a default for each kind of machine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class EngineOptions:
     ahead: int = 0  # calls launched before the results of the last one are read
     window: int = 4096  # requests that one `generate` or `stream` has in the engine at a time
     implementation: Implementation | None = None
+    compilation_cache: str | Path | None = None  # folder of compiled steps, of the whole process
 
     def __post_init__(self) -> None:
         for name in ("max_adapters", "page_size", "block", "steps", "window"):
@@ -62,6 +64,12 @@ class EngineOptions:
         )
         machine = gpu if jax.default_backend() == "gpu" else {}
         return cls(**(machine | {k: v for k, v in given.items() if v is not None}))
+
+    def use_compilation_cache(self) -> None:
+        """Lets jax keep what it compiles in the folder, and find it there at the next start."""
+        if self.compilation_cache is not None:
+            jax.config.update("jax_compilation_cache_dir", str(self.compilation_cache))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
     def limits(self) -> Limits:
         return Limits(

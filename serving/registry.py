@@ -101,7 +101,8 @@ class Registry:
             key = "+".join(f"{f!r}*{part}" for f, part in zip(scales, parts, strict=True))
             tenant = self._made.get(key)
         if tenant is None:
-            made = reduce(stack, map(scaled, adapters, scales))
+            with np.errstate(over="ignore", invalid="ignore"):  # said by name below
+                made = reduce(stack, map(scaled, adapters, scales))
             check_finite(made, " + ".join(names))
             tenant = _tenant(made, names, parts)
             with self._lock:

@@ -1,6 +1,6 @@
 """Lines of a request file, in our own form or that of the OpenAI batch API.
 
-{"id", "prompt" | "messages" | "prompt_token_ids", "adapter", any field of SamplingParams}
+{"id", "prompt" | "messages" | "prompt_token_ids", "adapter", "scale", any field of SamplingParams}
 {"custom_id", "method", "url", "body": {"model", "messages" | "prompt", ...}}
 """
 
@@ -61,12 +61,13 @@ def parse_line(text: str, number: int, adapters: Collection[str], base: Collecti
 
 def _from_own(data: Mapping[str, Any], name: str, adapters, base) -> Request:
     del adapters, base
-    known = {"id", "adapter", *PROMPTS, *SAMPLING}
+    known = {"id", "adapter", "scale", *PROMPTS, *SAMPLING}
     _refuse_unknown(data, known)
     sampling = {key: data[key] for key in SAMPLING if data.get(key) is not None}
     return _request(
         id=name,
         adapter=data.get("adapter"),
+        scale=1.0 if data.get("scale") is None else data["scale"],
         sampling=SamplingParams(**sampling),
         **{key: data.get(key) for key in PROMPTS},
     )
