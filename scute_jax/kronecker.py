@@ -35,6 +35,6 @@ def _factors(M: Float[Array, "n m"]) -> tuple[Float[Array, "n r"], Float[Array, 
         U, s, Vt = np.linalg.svd(np.asarray(M, np.float64), full_matrices=False)
         r = max(1, int((s > ROUNDING * s[0]).sum()))
         if r < min(n, m):
-            return (U[:, :r] * s[:r]).astype(M.dtype), Vt[:r].astype(M.dtype)
+            return xp.asarray(U[:, :r] * s[:r], M.dtype), xp.asarray(Vt[:r], M.dtype)
     eye = xp.eye(min(n, m), dtype=M.dtype)
     return (eye, M) if n <= m else (M, eye)

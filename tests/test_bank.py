@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import evaluate_rows, extended_forms, normal, random_form, random_term, shared_pairs
+from forms import (
+    evaluate_rows,
+    extended_forms,
+    normal,
+    random_form,
+    random_kronecker,
+    random_term,
+    shared_pairs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +69,7 @@ def test_exchanging_adapters_never_recompiles():
         random_form(RNG, D_IN, D_OUT, block=4),
         random_form(RNG, D_IN, D_OUT, terms=[random_term(RNG, D_IN, D_OUT, 0, "de", PAIRS[0])]),
         random_form(RNG, D_IN, D_OUT, block=1),
+        sj.NormalForm(K=(random_kronecker(RNG, D_IN, D_OUT, 4, 2),) * 2),
     ]
     adapters = [adapter(form, str(i)) for i, form in enumerate(pool)]
     bank = AdapterBank(WIDTHS, capacity_for(adapters, 2))
@@ -70,7 +79,7 @@ def test_exchanging_adapters_never_recompiles():
         )
     )
     x = jnp.asarray(normal(RNG, 3, D_IN))
-    for a, b in ((0, 1), (2, 3), (1, 2), (3, 0)):
+    for a, b in ((0, 1), (2, 3), (4, 2), (3, 0)):
         slots = [bank.insert(adapters[a]), bank.insert(adapters[b])]
         expected = evaluate_rows([pool[a], pool[b]], [0, 1, -1], W, x)
         np.testing.assert_allclose(step(bank.slots, x), expected, atol=1e-4)

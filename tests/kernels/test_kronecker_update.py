@@ -1,4 +1,4 @@
-"""The Kronecker update against the dense matrix of each row, row by row."""
+"""The Kronecker update against the dense matrix of each row, all tiles at once and in slabs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from scute_jax.kernels import kronecker_update
+from scute_jax.kernels.kronecker_update import api
 from scute_jax.kernels.pools import KroneckerFactors
 from scute_jax.kernels.tiles import make_tiles
 
@@ -36,17 +37,23 @@ def expected(h, x, factors) -> np.ndarray:
     return np.float64(h) + np.einsum("ti,tio->to", np.float64(x), matrices(factors))
 
 
+@pytest.fixture(params=[1, 2 * 23, api.NUMBERS])
+def numbers(request, monkeypatch: pytest.MonkeyPatch):
+    """Slabs of one tile, of two with a rest, and larger than all tiles."""
+    monkeypatch.setattr(api, "NUMBERS", request.param)
+
+
 @pytest.mark.parametrize("size", [1, 3, 16])
-def test_it_is_the_dense_product_of_each_row(size: int):
+def test_it_is_the_dense_product_of_each_row(size: int, numbers):
     h, x, factors = case()
     tiles = make_tiles(jnp.asarray(SLOTS, jnp.int32), 4, size)
-    y = jax.jit(kronecker_update)(h, x, factors, tiles)
+    y = jax.jit(lambda *args: kronecker_update(*args))(h, x, factors, tiles)  # traced anew
     np.testing.assert_allclose(y, expected(h, x, factors), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(y[:2], h[:2])
     np.testing.assert_array_equal(y[5], h[5])
 
 
-def test_half_precision_is_rounded_between_the_products_and_once_at_the_end():
+def test_half_precision_is_rounded_between_the_products_and_once_at_the_end(numbers):
     h, x, factors = case(jnp.bfloat16)
     y = kronecker_update(h, x, factors, make_tiles(jnp.asarray(SLOTS, jnp.int32), 4, 4))
     assert y.dtype == jnp.bfloat16
@@ -54,7 +61,7 @@ def test_half_precision_is_rounded_between_the_products_and_once_at_the_end():
     assert (np.abs(np.float64(y) - exact) <= 2**-8 * (np.abs(exact) + 4)).all()
 
 
-def test_gradients_are_those_of_the_dense_products():
+def test_gradients_are_those_of_the_dense_products(numbers):
     h, x, factors = case()
     tiles = make_tiles(jnp.asarray(SLOTS, jnp.int32), 4, 4)
     weight = np.random.default_rng(1).normal(size=h.shape)
