@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 class ResultsFile:
@@ -30,7 +31,8 @@ class ResultsFile:
 
     def __enter__(self) -> "ResultsFile":
         """Raises: OSError if the file cannot be written."""
-        self._file: BinaryIO = open(self.path, "ab")
+        # Without a buffer: what a write that failed leaves in one would be written at the end.
+        self._file: RawIOBase = open(self.path, "ab", buffering=0)
         self._file.truncate(self._whole)
         return self
 
@@ -40,10 +42,10 @@ class ResultsFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one record. Raises: OSError naming the file, if the disk is full for instance."""
         line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        end = self._file.tell()
+        end, rest = self._file.tell(), memoryview(line)
         try:
-            self._file.write(line)
-            self._file.flush()
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._cut(end)
             raise OSError(

@@ -1,6 +1,5 @@
 """`scute generate`: both forms of requests, errors that stay alone, runs that resume."""
 
-import json
 import os
 import signal
 import subprocess
@@ -39,13 +38,17 @@ def test_our_form_in_the_order_of_the_requests(setup):
         {"id": "c", "prompt_token_ids": [5, 6], "adapter": ["alpha", "beta"], "logprobs": 2},
         {"prompt": "hello", "adapter": "beta", "max_tokens": 5, "prompt_logprobs": 0},
         {"id": "e", "prompt": "hello", "max_tokens": 5, "temperature": 0.7, "seed": 4},
+        {"id": "f", "prompt": "hello", "adapter": "alpha", "scale": 0, "max_tokens": 5},
+        {"id": "g", "prompt": "hello", "adapter": ["alpha", "beta"], "scale": [0.5, 2]},
+        {"id": "h", "prompt": "hello", "max_tokens": 5},
     ]
     out = run(setup, records, "--order", "requests")
-    assert [r["id"] for r in out] == ["a", "b", "c", "line-4", "e"]
+    assert [r["id"] for r in out] == ["a", "b", "c", "line-4", *"efgh"]
     assert all(r["error"] is None for r in out)
     assert len(out[0]["token_ids"]) == 5 and out[0]["finish_reason"] == "length"
     assert out[2]["adapter"] == ["alpha", "beta"] and len(out[2]["top_logprobs"][0]) == 2
     assert out[3]["prompt_logprobs"][0] is None and len(out[3]["prompt_logprobs"]) == 5
+    assert out[5]["token_ids"] == out[7]["token_ids"] != out[0]["token_ids"]
     again = run(setup, records, "--order", "requests")
     assert again == out
 
@@ -85,6 +88,7 @@ def test_a_bad_line_or_adapter_gives_an_error_and_the_rest_goes_on(setup):
         "{not json",
         {"id": "x", "prompt": "a", "promt": "b"},
         {"id": "y", "prompt": "a", "temperature": -1},
+        {"id": "scaled", "prompt": "a", "adapter": "alpha", "scale": [1, 2]},
         {"id": "z", "prompt": "a", "adapter": "broken"},
         {"id": "z", "prompt": "a"},
         {"id": "u", "prompt": "a", "adapter": "nobody"},
@@ -98,7 +102,8 @@ def test_a_bad_line_or_adapter_gives_an_error_and_the_rest_goes_on(setup):
         "x": "unknown field(s) 'promt'",
         "y": "temperature must be a number from 0 up, not -1",
         "z": "adapter_config.json: cannot be read",
-        "line-5": "id 'z' is that of line 4",
+        "scaled": "2 numbers, but the request names 1 adapters",
+        "line-6": "id 'z' is that of line 5",
         "u": "no adapter is called 'nobody'; there are: alpha, beta",
         "v": "exactly one of prompt, messages and prompt_token_ids",
         "w": "prompt_token_ids holds 97",
@@ -152,25 +157,64 @@ def test_a_killed_run_resumes_with_nothing_lost_and_nothing_twice(setup):
     assert {r["id"]: r["token_ids"] for r in out} == texts
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_sigterm_finishes_what_was_begun(setup):
-    records = [
-        {"id": str(i), "prompt": "abc", "max_tokens": 120, "ignore_eos": True} for i in range(400)
-    ]
-    requests = write_lines(setup / "long.jsonl", records)
-    output = setup / "stopped.jsonl"
+# A file that may not grow fails in the middle of a record, as a full disk does.
+LIMITED = """import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+os.execv(sys.argv[1], sys.argv[1:])"""
+
+
+def start(setup, requests, output, limited=False):
+    """A run of its own, once it has written its first result."""
     command = [sys.executable, "-m", "scute_jax.cli", "generate", "--model", str(setup / "model")]
     command += ["--requests", str(requests), "--output", str(output)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wrapped = [sys.executable, "-c", LIMITED, *command] if limited else command
+    process = subprocess.Popen(wrapped, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (output.exists() and "\n" in output.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    return process, command
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_stops_and_the_run_resumes(setup, number):
+    records = [
+        {"id": str(i), "prompt": "abc", "max_tokens": 120, "ignore_eos": True} for i in range(400)
+    ]
+    requests = write_lines(setup / "long.jsonl", records)
+    output = setup / f"stopped-{number}.jsonl"
+    process, command = start(setup, requests, output)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130 and "Go on with --resume" in errors
+    assert f"{signal.Signals(number).name}: finishing what was begun" in errors
     out = read_lines(output)
     assert 0 < len(out) < 400 and all(len(r["token_ids"]) == 120 for r in out)
+    kept = output.read_text()
+    write_lines(requests, records[: len(out) + 20])
+    assert main([*command[3:], "--resume"]) == 0
+    assert output.read_text().startswith(kept)
+    done = {r["id"] for r in read_lines(output)}
+    assert done >= {r["id"] for r in records[: len(out) + 20]}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
+def test_a_disk_that_fills_up_stops_the_run_and_keeps_what_was_written(setup):
+    records = [{"id": str(i), "prompt": "abc", "max_tokens": 40} for i in range(60)]
+    requests, output = write_lines(setup / "full.jsonl", records), setup / "full-out.jsonl"
+
+    process, command = start(setup, requests, output, limited=True)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"{output}: File too large; results so far are kept" in errors
+    assert "Traceback" not in errors
+    kept = output.read_text()
+    begun = read_lines(output)
+    assert 3 < len(begun) < 60 and kept.endswith("\n")
+    assert main([*command[3:], "--resume"]) == 0
+    assert output.read_text().startswith(kept)
+    assert sorted(int(r["id"]) for r in read_lines(output)) == list(range(60))
 
 
 @pytest.mark.parametrize(
@@ -204,31 +248,3 @@ def test_a_model_without_a_tokenizer_serves_token_ids(setup):
     ids, text = read_lines(out)
     assert len(ids["token_ids"]) == 2 and ids["text"] == ""
     assert "has no tokenizer: give prompt_token_ids in place of prompt" in text["error"]
-
-
-def test_a_full_disk_says_so_and_keeps_what_is_there(setup):
-    from scute_jax.cli.results_file import ResultsFile
-
-    output = setup / "full.jsonl"
-    file = ResultsFile(output, resume=False)
-    file.__enter__()
-    file.append({"id": "1", "text": "whole"})
-    inner = file._file
-
-    class Full:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def write(self, data):
-            self.inner.write(data[:4])
-            self.inner.flush()
-            raise OSError(28, "No space left on device")
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-    file._file = Full(inner)
-    with pytest.raises(OSError, match="No space left on device; results so far are kept"):
-        file.append({"id": "2", "text": "cut"})
-    inner.close()
-    assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == ["1"]
