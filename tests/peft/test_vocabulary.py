@@ -33,7 +33,7 @@ def run(config, name: str, added: int = 0, tokens=(), seed: int = 0, **save):
 token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6, unique=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=bases,
     targets=st.sets(st.sampled_from(["embed_tokens", "lm_head", "model.embed_tokens"]), min_size=1),
@@ -75,7 +75,7 @@ def test_a_pattern_ties_what_it_names_bare(pattern: str):
     assert ("lm_head" in adapter) == (pattern != r"model\.embed_t.*")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=bases,
     head=st.booleans(),
@@ -101,7 +101,7 @@ def test_listed_tokens(name, head, tokens, more, form, seed):
     run(config, name, seed=seed)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=bases,
     targets=st.sampled_from([None, ["embed_tokens"], ["lm_head"], ".*embed_tokens"]),
@@ -118,7 +118,7 @@ def test_trained_tokens(name, targets, tokens, added):
     run(config, name, added=added, **save)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=bases,
     saved=st.sets(st.sampled_from(["embed_tokens", "lm_head", "norm"]), min_size=1),
@@ -141,7 +141,7 @@ def test_modules_that_differ_in_some_rows(name, saved, tokens, tied, copies, see
         assert ("norm" in adapter) == ("norm" in saved)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=bases,
     targets=st.sets(st.sampled_from(["embed_tokens", "lm_head"])),

@@ -15,7 +15,7 @@ from vocabulary_oracle import checkpoint, compare_vocabulary, loaded
 
 from scute_jax import Adapter, AdapterError, NormalForm
 
-SHARE = 126  # mutations of each kind
+SHARE = 84  # mutations of each kind
 LORA = {"r": 3, "target_modules": ["q_proj", "v_proj"]}
 BOTH = {"r": 3, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}
 KINDS = {
