@@ -1,11 +1,13 @@
 """Scores the trained demo adapters in scute_jax, all served together, beside PEFT's own scores.
 
     python -m benchmarks.score_adapters --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA \
-        --out scores.json [--dtype float32] [--examples 200]
+        --out scores.json [--dtype float32] [--examples 200] [--near 1.0]
 
 Every row of the test sets is a request that names its adapter (the base and stacks among them);
 rows of all adapters share batches. What PEFT gave for the same files, in float32, lies in
-scute_jax/demo_adapters/scores.json, example by example.
+scute_jax/demo_adapters/scores.json, example by example. With `--near` only sentences run whose
+margin in PEFT is below so many nats: the label of another can change only if its margin moves by
+more, and the accuracy counts it as PEFT does.
 """
 
 import argparse
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--examples", type=int, help="only the first so many of each test set")
+    parser.add_argument("--near", type=float, help="only sentences with smaller margins in PEFT")
     args = parser.parse_args()
     folders = demo_adapters()
     peft = json.loads((folders["sst2-lora"].parent / "scores.json").read_text())
@@ -48,23 +51,47 @@ def main() -> None:
     for name, record in peft["adapters"].items():
         if record["task"] in args.tasks:
             jobs[name] = (record["task"], record["stack"])
-    for task in args.tasks:
+    for task in args.tasks if args.near is None else ():
         jobs[f"base on {task}"] = (task, None)
     began = time.monotonic()
-    ours = score_all(engine, chat, jobs, args.data, args.examples)
-    rows = [compare(name, task, ours[name], peft) for name, (task, _) in jobs.items()]
+    wanted = {n: chosen(reference(n, t, peft), t, args) for n, (t, _) in jobs.items()}
+    ours = score_all(engine, chat, jobs, args.data, wanted)
+    positive = tasks.read_examples(args.data, "sst2", "test")
+    positive = np.array([example.answer == "positive" for example in positive])
+    rows = [
+        compare(name, task, ours[name], reference(name, task, peft), wanted[name], positive)
+        for name, (task, _) in jobs.items()
+    ]
     report(rows, time.monotonic() - began, args)
 
 
-def score_all(engine, chat, jobs, data: Path, limit: int | None) -> dict[str, dict]:
-    """Name -> score; requests of all names are mixed example by example."""
-    examples = {t: tasks.read_examples(data, t, "test")[:limit] for t in TASKS}
+def reference(name: str, task: str, peft: dict) -> np.ndarray:
+    """What PEFT gave for each example: margins or log-likelihoods."""
+    score = peft["base"][task] if name.startswith("base") else peft["adapters"][name]["score"]
+    return np.array(score[TASKS[task]])
+
+
+def chosen(theirs: np.ndarray, task: str, args: argparse.Namespace) -> np.ndarray:
+    """Which examples run."""
+    wanted = np.arange(len(theirs)) < (args.examples or len(theirs))
+    if args.near is not None and task == "sst2":
+        wanted &= np.abs(theirs) < args.near
+    return wanted
+
+
+def score_all(engine, chat, jobs, data: Path, wanted: dict) -> dict[str, np.ndarray]:
+    """Name -> margin or log-likelihood of each example, NaN for those that do not run.
+
+    Requests of all names are mixed example by example.
+    """
+    examples = {t: tasks.read_examples(data, t, "test") for t in TASKS}
     rows = {task: tasks.scoring_rows(task, examples[task], chat) for task in TASKS}
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
     keys, requests = [], []
     for i in range(max(map(len, rows.values()))):
         for name, (task, stack) in jobs.items():
-            if i < len(rows[task]):
+            each = len(rows[task]) // len(examples[task])  # rows of an example
+            if i < len(rows[task]) and wanted[name][i // each]:
                 row = rows[task][i]
                 keys.append((name, i, len(row.answer)))
                 requests.append(
@@ -75,7 +102,7 @@ def score_all(engine, chat, jobs, data: Path, limit: int | None) -> dict[str, di
                         id=str(len(keys) - 1),
                     )
                 )
-    sums = {name: np.zeros(len(rows[task])) for name, (task, _) in jobs.items()}
+    sums = {name: np.full(len(rows[task]), np.nan) for name, (task, _) in jobs.items()}
     done, said = 0, time.monotonic()
     for chunk in engine.stream(requests):
         if chunk.completion is None:
@@ -89,39 +116,46 @@ def score_all(engine, chat, jobs, data: Path, limit: int | None) -> dict[str, di
             said = time.monotonic()
             print(f"{done} of {len(requests)} rows", flush=True)
     return {
-        name: tasks.score(task, examples[task], rows[task], sums[name])
+        name: sums[name] if task == "gsm8k" else sums[name][1::2] - sums[name][::2]
         for name, (task, _) in jobs.items()
     }
 
 
-def compare(name: str, task: str, ours: dict, peft: dict) -> dict:
-    """Our score beside PEFT's over the same examples, and the largest gap of one example."""
-    theirs = peft["base"][task] if name.startswith("base") else peft["adapters"][name]["score"]
-    each = TASKS[task]
-    count = len(ours[each])
-    gap = np.abs(np.array(ours[each]) - np.array(theirs[each][:count]))
-    row = {"name": name, "task": task, "examples": count, "largest_gap": float(gap.max())}
+def compare(
+    name: str,
+    task: str,
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    ran: np.ndarray,
+    positive: np.ndarray,
+) -> dict:
+    """Our score beside PEFT's over the same examples, and the largest gap of one that ran."""
+    row = {"name": name, "task": task, "examples": len(theirs), "ran": int(ran.sum())}
+    row["largest_gap"] = float(np.abs(ours - theirs)[ran].max())
     if task == "sst2":
-        row |= {"ours": ours["accuracy"], "peft": theirs["accuracy"]}
-        if count < len(theirs[each]):
-            row["peft"] = None
-        row["difference"] = None if row["peft"] is None else row["ours"] - row["peft"]
-        return row
-    mean = float(np.mean(theirs[each][:count]))
-    row |= {"ours": ours["log_likelihood_per_answer"], "peft": mean}
-    row["difference"] = 100 * (row["ours"] - mean) / abs(mean)
-    return row
+        measured = accuracy(np.where(ran, ours, theirs), positive)
+        expected = accuracy(theirs, positive)
+        return row | {"ours": measured, "peft": expected, "difference": measured - expected}
+    measured, expected = float(ours[ran].mean()), float(theirs[ran].mean())
+    difference = 100 * (measured - expected) / abs(expected)
+    return row | {"ours": measured, "peft": expected, "difference": difference}
+
+
+def accuracy(margins: np.ndarray, positive: np.ndarray) -> float:
+    return float(100 * np.mean((margins > 0) == positive))
 
 
 def report(rows: list[dict], seconds: float, args: argparse.Namespace) -> None:
-    print(f"{'adapter':20} {'ours':>9} {'PEFT':>9} {'difference':>12} {'largest gap of one':>20}")
+    print(
+        f"{'adapter':20} {'ran':>5} {'ours':>9} {'PEFT':>9} {'difference':>15} "
+        f"{'largest gap of one':>20}"
+    )
     for row in rows:
         unit = "points" if row["task"] == "sst2" else "%"
-        peft = "-" if row["peft"] is None else f"{row['peft']:.3f}"
-        difference = "-" if row["difference"] is None else f"{row['difference']:+.3f} {unit}"
+        difference = f"{row['difference']:+.3f} {unit}"
         print(
-            f"{row['name']:20} {row['ours']:9.3f} {peft:>9} {difference:>12} "
-            f"{row['largest_gap']:15.4f} nats"
+            f"{row['name']:20} {row['ran']:5} {row['ours']:9.3f} {row['peft']:9.3f} "
+            f"{difference:>15} {row['largest_gap']:15.5f} nats"
         )
     facts = {
         "dtype": args.dtype,
@@ -129,7 +163,9 @@ def report(rows: list[dict], seconds: float, args: argparse.Namespace) -> None:
         "device": jax.devices()[0].device_kind,
         "seconds": round(seconds, 1),
         "command": "python -m benchmarks.score_adapters --model SmolLM2-135M-Instruct.Q4_1.gguf "
-        f"--data DATA --dtype {args.dtype}",
+        f"--data DATA --dtype {args.dtype} --tasks {' '.join(args.tasks)}"
+        + (f" --examples {args.examples}" if args.examples else "")
+        + (f" --near {args.near}" if args.near else ""),
     }
     if args.out:
         args.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
