@@ -237,11 +237,11 @@ class Engine:
                     tickets[place] = self.submit(request)
                 if not tickets:
                     return
-                ready = [place for place, ticket in tickets.items() if ticket.sink]
+                pieces = [(place, ticket.sink.take()) for place, ticket in tickets.items()]
+                ready = [(place, chunk) for place, chunk in pieces if chunk is not None]
                 if not ready:
                     self.step()
-                for place in ready:
-                    chunk = tickets[place].sink.take()
+                for place, chunk in ready:
                     if chunk.completion is not None:
                         del tickets[place]
                     yield place, chunk
@@ -320,7 +320,7 @@ class Engine:
         while len(self._launched) > ahead:
             self._read()
 
-    def _recover(self, error: jax.errors.JaxRuntimeError) -> None:
+    def _recover(self, error: RuntimeError) -> None:
         """Goes on after the device ran out of memory, with half as many sequences at a time.
 
         What ran is computed again. If a second try runs out of memory, too, the youngest running

@@ -18,9 +18,6 @@ class Mailbox:
         self._chunk: Chunk | None = None
         self._notify = notify
 
-    def __bool__(self) -> bool:
-        return self._chunk is not None
-
     def put(self, chunk: Chunk) -> None:
         """Adds a piece."""
         with self._lock:

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
     add("--max-adapters", type=int, help="adapters on the device at a time (default 16)")
+    add("--compilation-cache", type=Path, metavar="DIR", help="keeps compiled steps for later runs")
     add("--memory", type=_memory, help="for the KV cache: bytes, or a share of the device as 0.5")
 
 
@@ -42,7 +43,11 @@ def run(args: argparse.Namespace) -> int:
     results = ResultsFile(args.output, args.resume)
     say(f"loading {args.model}")
     engine = Engine.from_pretrained(
-        args.model, max_adapters=args.max_adapters, memory=args.memory, dtype=args.dtype
+        args.model,
+        max_adapters=args.max_adapters,
+        memory=args.memory,
+        dtype=args.dtype,
+        compilation_cache=args.compilation_cache,
     )
     refused = add_adapters(engine, paths)
     names = (*BASE_NAMES, args.model, Path(args.model).name)

@@ -167,6 +167,7 @@ def start(setup, requests, output, limited=False):
     """A run of its own, once it has written its first result."""
     command = [sys.executable, "-m", "scute_jax.cli", "generate", "--model", str(setup / "model")]
     command += ["--requests", str(requests), "--output", str(output)]
+    command += ["--compilation-cache", str(setup / "compiled")]
     wrapped = [sys.executable, "-c", LIMITED, *command] if limited else command
     process = subprocess.Popen(wrapped, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -193,7 +194,10 @@ def test_a_signal_drains_and_stops_and_the_run_resumes(setup, number):
     assert 0 < len(out) < 400 and all(len(r["token_ids"]) == 120 for r in out)
     kept = output.read_text()
     write_lines(requests, records[: len(out) + 20])
-    assert main([*command[3:], "--resume"]) == 0
+    compiled = {path.name for path in (setup / "compiled").glob("*-cache")}
+    assert any("decode" in name for name in compiled)
+    subprocess.run([*command, "--resume"], check=True, stderr=subprocess.DEVNULL)
+    assert {path.name for path in (setup / "compiled").glob("*-cache")} == compiled
     assert output.read_text().startswith(kept)
     done = {r["id"] for r in read_lines(output)}
     assert done >= {r["id"] for r in records[: len(out) + 20]}
@@ -203,7 +207,6 @@ def test_a_signal_drains_and_stops_and_the_run_resumes(setup, number):
 def test_a_disk_that_fills_up_stops_the_run_and_keeps_what_was_written(setup):
     records = [{"id": str(i), "prompt": "abc", "max_tokens": 40} for i in range(60)]
     requests, output = write_lines(setup / "full.jsonl", records), setup / "full-out.jsonl"
-
     process, command = start(setup, requests, output, limited=True)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
@@ -212,7 +215,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_keeps_what_was_written(setup):
     kept = output.read_text()
     begun = read_lines(output)
     assert 3 < len(begun) < 60 and kept.endswith("\n")
-    assert main([*command[3:], "--resume"]) == 0
+    subprocess.run([*command, "--resume"], check=True, stderr=subprocess.DEVNULL)
     assert output.read_text().startswith(kept)
     assert sorted(int(r["id"]) for r in read_lines(output)) == list(range(60))
 
