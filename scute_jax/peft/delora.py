@@ -1,4 +1,4 @@
-"""DeLoRA:  F(x) = x W + bias + (((x * w) A) * d) B,   d = lambda / (r |A_j| |B_j|) per rank j.
+"""DeLoRA:  F(x) = x W + bias + (((x * w) A) * d) B,  d_j = lambda / (r norm(A_j) norm(B_j)).
 
 Source: DeLoRA eq. 6 (arXiv:2503.18225); peft/tuners/delora/layer.py. Tensors: delora_A [r, d_in],
 delora_B [d_out, r], delora_lambda [1] and delora_w_norm [d_in] = w, the norms of the rows of W
@@ -23,7 +23,7 @@ INERT = (
 
 @register("DELORA", inert=INERT)
 def delora(site: Site) -> NormalForm:
-    """x W + (((x * w) A) * d) B, d = lambda / (r |A_j| |B_j|)"""
+    """x W + (((x * w) A) * d) B, d = lambda / (r norm(A_j) norm(B_j))"""
     r = site.matching("rank_pattern", site.option("r", kind=int, required=True), int)
     if r < 1:
         site.refuse_field("r", f"with rank_pattern it gives {site.module} rank {r}, not 1 or more")
