@@ -343,7 +343,7 @@ class Engine:
             )
         self._scheduler.preempt_all()
         self._scheduler.shrink()
-        if self._residency.bank is not None and self._residency.bank.lost:
+        if self._residency.lost:
             self._residency.forget()
         self._pages.forget()
         self._runner.reset()

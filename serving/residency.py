@@ -108,8 +108,9 @@ class Residency:
         return self._tenant[version].names
 
     @property
-    def bank(self) -> AdapterBank | None:
-        return self._bank
+    def lost(self) -> bool:
+        """Whether a failure took the bank with it."""
+        return bool(self._slot) and (self._bank is None or self._bank.lost)
 
     def slots(self, routes: frozenset[str]) -> Slots:
         """The slots of all sites, narrowed to some routes; the others are not there at all."""
@@ -138,7 +139,9 @@ class Residency:
         before = None if self._bank is None else self._bank.capacity
         try:
             if before is None or not before.covers(tenant.need):
-                self._room.add(tenant)
+                self.prepare()
+            if self._bank is None or not self._bank.capacity.covers(tenant.need):
+                self.expect(tenant)  # a stack, or another scale
                 self.prepare()
             return self._insert(tenant)
         except jax.errors.JaxRuntimeError as error:
@@ -168,8 +171,10 @@ class Residency:
                 return True
 
     def _evict(self, version: str) -> None:
-        self._bank.clear(self._slot.pop(version))
+        slot = self._slot.pop(version)
         del self._tenant[version]
+        if self._bank is not None:
+            self._bank.clear(slot)
         self._views.clear()
 
     def _rebuild(self, capacity: BankCapacity) -> None:

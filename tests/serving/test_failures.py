@@ -6,6 +6,7 @@ import pytest
 from lora_engine import alone, ask, lora, new_engine, tokens
 
 from scute_jax import Adapter, AdapterError, NormalForm
+from scute_jax.bank import AdapterBank
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nmore"
 
@@ -93,17 +94,20 @@ def test_another_error_of_a_step_is_not_taken_for_full_memory():
         engine.generate(requests(1))
 
 
-def test_an_adapter_that_finds_no_room_on_the_device_fails_alone(monkeypatch):
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_adapter_that_finds_no_room_on_the_device_fails_alone(monkeypatch, lost):
     engine = three()
     before = tokens(engine.generate(requests()))
-    insert = type(engine._residency.bank).insert
+    insert = AdapterBank.insert
 
     def full(bank, adapter, slot=None):
         if adapter.version == lora(9).version:
+            if lost:
+                jax.tree.map(lambda array: array.delete(), bank.slots)
             raise jax.errors.JaxRuntimeError(FULL)
         return insert(bank, adapter, slot)
 
-    monkeypatch.setattr(type(engine._residency.bank), "insert", full)
+    monkeypatch.setattr(AdapterBank, "insert", full)
     engine.add_adapter("large", lora(9))
     *others, last = engine.generate([*requests(), ask("large")])
     assert tokens(others) == before
@@ -136,6 +140,32 @@ def test_numbers_that_overflow_at_run_time_end_their_own_requests_only():
             assert completion.error == "huge gave logits that are not numbers."
         assert tokens(completions[3:]) == expected
     assert clean(engine) and engine.stats().adapters["huge"].failed == 9
+
+
+def test_a_bank_that_was_lost_is_filled_again(monkeypatch):
+    plain, engine = three(), three()
+    for each in (plain, engine):
+        each.add_adapter("t3", lora(3))
+    asked = [ask("t0", 5, 60, 0), *(ask(f"t{seed}", 5, 6, seed) for seed in (1, 2, 3))]
+    expected = alone(plain, asked)
+    clear, failed = AdapterBank.clear, []
+
+    def full(bank, slot):  # once: it takes the arrays with it, and no other bank finds room
+        if failed:
+            return clear(bank, slot)
+        failed.append(slot)
+        jax.tree.map(lambda array: array.delete(), bank.slots)
+        raise jax.errors.JaxRuntimeError(FULL)
+
+    def no_room(capacity):
+        monkeypatch.delattr(engine._residency, "_rebuild")
+        raise jax.errors.JaxRuntimeError(FULL)
+
+    engine._residency.prepare()
+    monkeypatch.setattr(AdapterBank, "clear", full)
+    monkeypatch.setattr(engine._residency, "_rebuild", no_room)
+    assert tokens(engine.generate(asked)) == expected
+    assert failed and engine.stats().out_of_memory == 1 and clean(engine)
 
 
 def test_a_removed_adapter_leaves_the_device_once_its_last_request_is_done():

@@ -82,7 +82,7 @@ def test_the_bank_grows_a_few_times_however_many_adapters_are_larger_than_those_
     for rank in range(1, 257, 5):
         engine.add_adapter(f"r{rank}", lora(rank, rank=rank, scale=0.5 / rank))
         engine._residency.prepare()
-        capacity = engine._residency.bank.capacity
+        capacity = engine._residency._bank.capacity
         shapes.add(str((capacity.entries, capacity.sizes)))
         largest = [lora(0, rank=r) for r in range(max(1, rank - 15), rank + 1, 5)]
         assert capacity.covers(capacity_for(largest, 4))
