@@ -60,6 +60,8 @@ class Outcome:
     loads: int = 0
     preemptions: int = 0
     tokens: int = 0
+    compared_with_base: int = 0  # requests with an adapter, every tenth, that were run without it
+    other_than_base: int = 0  # those of them whose text is another then
     compilations_of_warm_up: int = 0
     compilations_after_warm_up: int = 0
     pages_leaked: int = 0
@@ -251,6 +253,10 @@ class Soak:
             same = completion.token_ids == expected.token_ids[: None if whole else begun]
             if not same or (whole and completion.text != expected.text):
                 self.out.wrong.append(f"{name}: {completion} / alone: {expected}")
+            if request.adapter_names and request.scale != 0 and count % 10 == 0:
+                (plain,) = alone.generate([replace(request, adapter=None, scale=1.0)])
+                self.out.compared_with_base += 1
+                self.out.other_than_base += plain.token_ids != expected.token_ids
             methods[" + ".join(Path(f).name.partition("-")[2] for f in request.adapter_names)] += 1
             if count % 250 == 0:
                 progress(f"{count} of {len(self.asked)} requests were run alone")
@@ -282,7 +288,7 @@ def main() -> None:
             "peft": peft.__version__,
             "device": jax.devices()[0].device_kind,
         },
-        "shape": vars(shape),
+        "shape": {key: value for key, value in vars(shape).items() if key != "recipes"},
         "outcome": vars(outcome)
         | {"seconds": {what: round(s, 1) for what, s in outcome.seconds.items()}},
     }

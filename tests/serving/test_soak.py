@@ -15,6 +15,7 @@ def test_every_text_is_that_of_its_request_alone():
     outcome = soak(shape)
     assert outcome.wrong == [] and outcome.errors == []
     assert outcome.completed > 200 and outcome.completed + outcome.cancelled == 300
+    assert outcome.other_than_base > 0.6 * outcome.compared_with_base > 10, "adapters do nothing"
     assert outcome.compilations_after_warm_up == 0 < outcome.compilations_of_warm_up
     assert (outcome.pages_leaked, outcome.slots_leaked) == (0, 0)
     happened = (outcome.cancelled, outcome.replaced, outcome.added, outcome.removed)
