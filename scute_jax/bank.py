@@ -7,7 +7,7 @@ that leaves is unnamed in every table, so that nothing of it can be read again.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -279,7 +279,7 @@ class AdapterBank:
 def _effective(adapter: Adapter) -> Adapter:
     """The adapter without the sites at which it does nothing: those need no room."""
     sites = {site: form for site, form in adapter.sites.items() if kinds(form)}
-    return adapter.replace(sites=sites)
+    return replace(adapter, sites=sites)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -136,7 +136,7 @@ def _turns(found: Found, side: str, total: int, d_in: int, d_out: int, itemsize:
 
 def _shared(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
     """Each pair once, however many adapters use it; their own vectors; their rows."""
-    pairs: dict[str, int] = {}
+    pairs: dict[str | None, int] = {}
     parameters = activations = 0
     for form, rows in found:
         terms = [term for term in form.terms if term.pair is not None]

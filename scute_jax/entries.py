@@ -93,7 +93,8 @@ def _vectors(term: Term) -> Entry:
     """d and e of a folded term on a shared pair, ones where the term has none, and u."""
     d = np.ones((term.rank,), np.float32) if term.d is None else term.d
     e = np.ones((term.B.shape[1],), np.float32) if term.e is None else term.e
-    return {"d": d, "e": e} | ({} if term.u is None else {"u": term.u})
+    vectors: dict[str, Any] = {"d": d, "e": e}
+    return vectors if term.u is None else vectors | {"u": term.u}
 
 
 def size_of(kind: str, entry_list: list[Entry], page: int) -> int:
