@@ -157,10 +157,17 @@ class Residency:
 
     def _insert(self, tenant: Tenant) -> bool:
         while True:
+            idle = next((version for version in self._slot if version not in self._users), None)
             try:
-                slot = self._bank.insert(tenant.adapter)
+                if len(self._slot) < self.max_adapters:
+                    slot = self._bank.insert(tenant.adapter)
+                elif idle is None:
+                    return False
+                else:
+                    slot = self._slot[idle]
+                    self._bank.replace(slot, tenant.adapter)
+                    del self._slot[idle], self._tenant[idle]
             except BankFull:
-                idle = next((v for v in self._slot if v not in self._users), None)
                 if idle is None:
                     return False
                 self._evict(idle)

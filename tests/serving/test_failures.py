@@ -98,16 +98,24 @@ def test_another_error_of_a_step_is_not_taken_for_full_memory():
 def test_an_adapter_that_finds_no_room_on_the_device_fails_alone(monkeypatch, lost):
     engine = three()
     before = tokens(engine.generate(requests()))
-    insert = AdapterBank.insert
+    bank_insert, bank_replace = AdapterBank.insert, AdapterBank.replace
 
-    def full(bank, adapter, slot=None):
+    def check(bank, adapter):
         if adapter.version == lora(9).version:
             if lost:
                 jax.tree.map(lambda array: array.delete(), bank.slots)
             raise jax.errors.JaxRuntimeError(FULL)
-        return insert(bank, adapter, slot)
 
-    monkeypatch.setattr(AdapterBank, "insert", full)
+    def insert(bank, adapter, slot=None):
+        check(bank, adapter)
+        return bank_insert(bank, adapter, slot)
+
+    def replace(bank, slot, adapter):
+        check(bank, adapter)
+        bank_replace(bank, slot, adapter)
+
+    monkeypatch.setattr(AdapterBank, "insert", insert)
+    monkeypatch.setattr(AdapterBank, "replace", replace)
     engine.add_adapter("large", lora(9))
     *others, last = engine.generate([*requests(), ask("large")])
     assert tokens(others) == before
@@ -148,11 +156,11 @@ def test_a_bank_that_was_lost_is_filled_again(monkeypatch):
         each.add_adapter("t3", lora(3))
     asked = [ask("t0", 5, 60, 0), *(ask(f"t{seed}", 5, 6, seed) for seed in (1, 2, 3))]
     expected = alone(plain, asked)
-    clear, failed = AdapterBank.clear, []
+    replace, failed = AdapterBank.replace, []
 
-    def full(bank, slot):  # once: it takes the arrays with it, and no other bank finds room
+    def full(bank, slot, adapter):  # once: it takes the arrays with it, and no bank finds room
         if failed:
-            return clear(bank, slot)
+            return replace(bank, slot, adapter)
         failed.append(slot)
         jax.tree.map(lambda array: array.delete(), bank.slots)
         raise jax.errors.JaxRuntimeError(FULL)
@@ -162,7 +170,7 @@ def test_a_bank_that_was_lost_is_filled_again(monkeypatch):
         raise jax.errors.JaxRuntimeError(FULL)
 
     engine._residency.prepare()
-    monkeypatch.setattr(AdapterBank, "clear", full)
+    monkeypatch.setattr(AdapterBank, "replace", full)
     monkeypatch.setattr(engine._residency, "_rebuild", no_room)
     assert tokens(engine.generate(asked)) == expected
     assert failed and engine.stats().out_of_memory == 1 and clean(engine)
