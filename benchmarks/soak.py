@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import peft
 
-from benchmarks.soak_tenants import RECIPES, write_adapter, write_base
+from benchmarks.soak_tenants import ALORA, CALL, RECIPES, write_adapter, write_base
 from scute_jax.serving import Completion, Engine, Request, SamplingParams
 
 IN_FLIGHT = 40  # requests in the engine at a time
@@ -123,10 +123,15 @@ class Soak:
         """Compiles all steps, those for a stack of each method under each second one included."""
         first: dict[str, str] = {}
         for name, path in meaning.items():
-            first.setdefault(path.name.partition("-")[2], name)
+            first.setdefault(_recipe(path), name)
         engine.warm_up(
             lambda done, total, what: progress(f"warm-up {done}/{total}: {what}"),
-            [(name, first[second]) for name in first.values() for second in SECOND],
+            [
+                (name, first[second])
+                for recipe, name in first.items()
+                for second in SECOND
+                if recipe != ALORA  # does not stack
+            ],
         )
 
     def _load(self, progress) -> None:
@@ -181,6 +186,9 @@ class Soak:
         prompt = self._tokens(int(rng.integers(1, 70)))
         if rng.random() < 0.3:
             prompt = self.prefixes[int(rng.integers(4))] + prompt[:20]
+        if rng.random() < 0.25:
+            place = int(rng.integers(len(prompt) + 1))
+            prompt = prompt[:place] + CALL + prompt[place:]
         greedy = rng.random() < 0.5
         sampling = SamplingParams(
             max_tokens=int(rng.integers(1, 60)),
@@ -208,10 +216,9 @@ class Soak:
         if rng.random() < 0.08:
             return [], 1.0
         first = names[int(len(names) * rng.random() ** 3)]
-        recipe = self.meaning[first].name.partition("-")[2]
-        if rng.random() < 0.05:
-            ends = tuple(f"-{recipe}" for recipe in SECOND)
-            second = [n for n in names if self.meaning[n].name.endswith(ends)]
+        recipe = _recipe(self.meaning[first])
+        if recipe != ALORA and rng.random() < 0.05:
+            second = [n for n in names if _recipe(self.meaning[n]) in SECOND]
             return [first, second[int(rng.integers(len(second)))]], 1.0
         if recipe in SCALABLE and rng.random() < 0.1:
             return [first], float(rng.choice([0.0, 0.5, 1.5]))
@@ -257,12 +264,16 @@ class Soak:
                 (plain,) = alone.generate([replace(request, adapter=None, scale=1.0)])
                 self.out.compared_with_base += 1
                 self.out.other_than_base += plain.token_ids != expected.token_ids
-            methods[" + ".join(Path(f).name.partition("-")[2] for f in request.adapter_names)] += 1
+            methods[" + ".join(_recipe(Path(f)) for f in request.adapter_names)] += 1
             if count % 250 == 0:
                 progress(f"{count} of {len(self.asked)} requests were run alone")
         singles = {method: n for method, n in methods.items() if " + " not in method}
         self.out.methods = {"base": singles.pop("", 0), **dict(sorted(singles.items()))}
         self.out.methods["stacks"] = sum(n for m, n in methods.items() if " + " in m)
+
+
+def _recipe(path: Path) -> str:
+    return path.name.partition("-")[2]
 
 
 def soak(shape: Shape, progress=lambda line: None) -> Outcome:

@@ -20,6 +20,7 @@ SOME = ["q_proj", "v_proj", "down_proj"]
 NORMS = ["input_layernorm", "post_attention_layernorm", "norm"]
 LORA = {"r": 4, "target_modules": SOME}
 FF = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+ALORA, CALL = "alora", [7, 3, 7]  # acts on what comes after these tokens
 
 # Name -> (config, how far its trainable numbers are moved): effects that change every text.
 RECIPES: dict[str, tuple[Callable[[], peft.PeftConfig], float]] = {
@@ -74,6 +75,12 @@ RECIPES: dict[str, tuple[Callable[[], peft.PeftConfig], float]] = {
     "waveft": (lambda: peft.WaveFTConfig(n_frequency=60, scaling=1.0, target_modules=SOME), 0.5),
     "ln-tuning": (lambda: peft.LNTuningConfig(target_modules=NORMS), 0.3),
     "tokens": (lambda: peft.TrainableTokensConfig(token_indices=[3, 5, 40]), 1.0),
+    ALORA: (
+        lambda: peft.LoraConfig(
+            r=4, target_modules=EVERY, init_lora_weights=False, alora_invocation_tokens=CALL
+        ),
+        0.1,
+    ),
     "ssf": (lambda: peft.LoraConfig(), 0.3),  # PEFT has none: see `_write_ssf`
 }
 

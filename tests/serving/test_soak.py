@@ -7,11 +7,23 @@ pytest.importorskip("torch", reason="the adapters are made by the PEFT library, 
 from benchmarks.soak import Shape, soak  # noqa: E402
 
 # One or two of every kind of slot; the long soak has all methods.
-RECIPES = ("lora", "lora-r33", "dora", "ia3", "ia3-out", "vera", "oft", "ssf", "hra", "fourierft")
+RECIPES = (
+    "lora",
+    "lora-r33",
+    "dora",
+    "ia3",
+    "ia3-out",
+    "vera",
+    "oft",
+    "ssf",
+    "hra",
+    "fourierft",
+    "alora",
+)
 
 
 def test_every_text_is_that_of_its_request_alone():
-    shape = Shape(requests=300, adapters=40, spare=10, layers=1, recipes=RECIPES)
+    shape = Shape(requests=300, adapters=44, spare=11, layers=1, recipes=RECIPES)
     outcome = soak(shape)
     assert outcome.wrong == [] and outcome.errors == []
     assert outcome.completed > 200 and outcome.completed + outcome.cancelled == 300
