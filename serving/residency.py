@@ -140,9 +140,9 @@ class Residency:
         try:
             if before is None or not before.covers(tenant.need):
                 self.prepare()
-            if self._bank is None or not self._bank.capacity.covers(tenant.need):
-                self.expect(tenant)  # a stack, or another scale
-                self.prepare()
+                if self._bank is None or not self._bank.capacity.covers(tenant.need):
+                    self.expect(tenant)  # a stack, or another scale
+                    self.prepare()
             return self._insert(tenant)
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
