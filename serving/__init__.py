@@ -1,6 +1,7 @@
 """The engine: requests that name adapters in, texts out."""
 
 from scute_jax.serving.async_engine import AsyncEngine, EngineStopped, Overloaded
+from scute_jax.serving.device_memory import OutOfDeviceMemory
 from scute_jax.serving.engine import AdapterInfo, Engine
 from scute_jax.serving.options import EngineOptions
 from scute_jax.serving.request import Chunk, Completion, Request, RequestError, SamplingParams
@@ -16,6 +17,7 @@ __all__ = [
     "EngineOptions",
     "EngineStats",
     "EngineStopped",
+    "OutOfDeviceMemory",
     "Overloaded",
     "Request",
     "RequestError",

@@ -26,7 +26,7 @@ from scute_jax.normal_form import Adapter
 from scute_jax.peft import load_peft
 from scute_jax.peft.base import Base
 from scute_jax.serving.compilations import Compilations
-from scute_jax.serving.device_memory import out_of_memory
+from scute_jax.serving.device_memory import OutOfDeviceMemory, out_of_memory
 from scute_jax.serving.intake import Intake
 from scute_jax.serving.mailbox import Mailbox
 from scute_jax.serving.options import EngineOptions
@@ -165,14 +165,24 @@ class Engine:
         than its adapters: those that will be asked for can be named in `stacks`. `progress` is
         called before each step with (steps done, steps in all, what comes next). Requests in flight
         stand still meanwhile.
-        Raises: AdapterError if a stack cannot be made.
+        Raises: AdapterError if a stack cannot be made; OutOfDeviceMemory if the device has no room,
+        which leaves the requests in flight as they are.
         """
         planned = [self._registry.resolve(names) for names in stacks]
         with self._lock, self._compilations:
             for tenant in planned:
                 self._residency.expect(tenant)
-            self._residency.warm_up()
-            self._runner.warm_up(progress or (lambda done, total, what: None))
+            try:
+                self._residency.warm_up()
+                self._runner.warm_up(progress or (lambda done, total, what: None))
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                self._recover(error)
+                raise OutOfDeviceMemory(
+                    "the device has no memory left for the steps; give the KV cache less (memory=) "
+                    "or have smaller steps (prefill_blocks=, decode_rows=)."
+                ) from error
 
     def stats(self) -> EngineStats:
         """What the engine has done and holds; see EngineStats."""

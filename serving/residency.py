@@ -1,7 +1,8 @@
 """Which adapters are on the device: slots of the bank, given by need and taken back by disuse."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +52,16 @@ class Residency:
         self._room.add(tenant)
 
     def prepare(self) -> None:
-        """Makes the bank so large that any `max_adapters` of the tenants expected fit together."""
-        if self._bank is None:
-            if self.routes:
-                self._rebuild(self._room.needed())
-        elif not self._bank.capacity.covers(self._room.needed()):
-            self._rebuild(self._room.grown(self._bank.capacity))
+        """Makes the bank so large that any `max_adapters` of the tenants expected fit together.
+
+        Raises: OutOfDeviceMemory if the device has no room for it; then the bank is as it was.
+        """
+        before = None if self._bank is None else self._bank.capacity
+        needed = self._room.needed()
+        if not self.routes or (before is not None and before.covers(needed)):
+            return
+        with self._restored(f"{self.max_adapters} adapters of the sizes that are registered"):
+            self._rebuild(needed if before is None else self._room.grown(before))
 
     def warm_up(self) -> None:
         """Prepares the bank and compiles what adapters need to come and go."""
@@ -115,6 +120,7 @@ class Residency:
     def slots(self, routes: frozenset[str]) -> Slots:
         """The slots of all sites, narrowed to some routes; the others are not there at all."""
         if self._bank is None:
+            assert not self._slot, "tenants without a bank"
             return {}
         if routes not in self._views:
             full = self._bank.slots.items()
@@ -136,14 +142,20 @@ class Residency:
         """Brings a tenant to the device; False if all slots or all room is in use."""
         if len(self._slot) == self.max_adapters and len(self._users) == len(self._slot):
             return False
+        if self._bank is None or not self._bank.capacity.covers(tenant.need):
+            self.prepare()
+            if self._bank is None or not self._bank.capacity.covers(tenant.need):
+                self.expect(tenant)  # a stack, or another scale
+                self.prepare()
+        with self._restored(" + ".join(tenant.names)):
+            return self._insert(tenant)
+
+    @contextmanager
+    def _restored(self, what: str) -> Iterator[None]:
+        """Rebuilds the bank as it was if the device runs out of memory, and says so."""
         before = None if self._bank is None else self._bank.capacity
         try:
-            if before is None or not before.covers(tenant.need):
-                self.prepare()
-                if self._bank is None or not self._bank.capacity.covers(tenant.need):
-                    self.expect(tenant)  # a stack, or another scale
-                    self.prepare()
-            return self._insert(tenant)
+            yield
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -151,8 +163,8 @@ class Residency:
             if before is not None:
                 self._rebuild(before)
             raise OutOfDeviceMemory(
-                f"the device has no memory left for {' + '.join(tenant.names)}; give the KV cache "
-                "less (memory=), or have fewer adapters there at a time (max_adapters=)."
+                f"the device has no memory left for {what}; give the KV cache less (memory=), or "
+                "have fewer adapters there at a time (max_adapters=)."
             ) from error
 
     def _insert(self, tenant: Tenant) -> bool:

@@ -7,6 +7,7 @@ from lora_engine import alone, ask, lora, new_engine, tokens
 
 from scute_jax import Adapter, AdapterError, NormalForm
 from scute_jax.bank import AdapterBank
+from scute_jax.serving import OutOfDeviceMemory
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nmore"
 
@@ -174,6 +175,41 @@ def test_a_bank_that_was_lost_is_filled_again(monkeypatch):
     monkeypatch.setattr(engine._residency, "_rebuild", no_room)
     assert tokens(engine.generate(asked)) == expected
     assert failed and engine.stats().out_of_memory == 1 and clean(engine)
+
+
+@pytest.mark.parametrize("which", ["_prefill", "_decode"])
+def test_a_warm_up_without_memory_says_so_and_leaves_requests_alone(which):
+    engine, request = three(), ask("t0", 30, 40)
+    expected = alone(three(), [request])
+    stream = engine.stream([request])
+    next(stream)
+    step = getattr(engine._runner, which)
+    setattr(engine._runner, which, Failing(step, lambda call: call == 2))
+    with pytest.raises(OutOfDeviceMemory, match="for the steps; give the KV cache less"):
+        engine.warm_up()
+    assert [list(stream)[-1].completion.token_ids] == expected and clean(engine)
+    engine.warm_up()
+
+
+def test_a_bank_that_finds_no_room_to_grow_stays_as_it_was(monkeypatch):
+    engine = three()
+    before = tokens(engine.generate(requests()))
+    engine.add_adapter("large", lora(9, rank=64, scale=0.1))
+    rebuild, grown = engine._residency._rebuild, engine._residency._bank.capacity
+
+    def no_room(capacity):
+        if capacity != grown:
+            raise jax.errors.JaxRuntimeError(FULL)
+        rebuild(capacity)
+
+    monkeypatch.setattr(engine._residency, "_rebuild", no_room)
+    with pytest.raises(OutOfDeviceMemory, match="3 adapters of the sizes that are registered"):
+        engine.warm_up()
+    *others, last = engine.generate([*requests(), ask("large")])
+    assert tokens(others) == before
+    assert last.finish_reason == "error" and "max_adapters=" in last.error
+    monkeypatch.undo()
+    assert tokens(engine.generate([ask("large")])) and clean(engine)
 
 
 def test_a_removed_adapter_leaves_the_device_once_its_last_request_is_done():
