@@ -9,11 +9,11 @@ demo: $(VENV)/run.ok
 	$(BIN)/scute demo
 
 test: $(VENV)/test.ok
-	$(BIN)/pytest -q --durations=10
+	$(BIN)/pytest -q -n 2 --dist loadfile --durations=10
 
 # What needs neither torch nor a model: the core, the kernels, and the import of checkpoints.
 test-core: $(VENV)/core.ok
-	$(BIN)/pytest -q tests/kernels tests/test_*.py
+	$(BIN)/pytest -q -n 2 --dist loadfile tests/kernels tests/test_*.py
 
 lint: $(VENV)/lint.ok
 	$(BIN)/ruff check .
@@ -45,7 +45,7 @@ $(VENV)/test.ok: $(VENV)/run.ok
 	touch $@
 
 $(VENV)/core.ok: $(VENV)/run.ok
-	$(BIN)/pip install -q pytest hypothesis beartype
+	$(BIN)/pip install -q pytest pytest-xdist hypothesis beartype
 	touch $@
 
 $(VENV)/lint.ok: $(VENV)/run.ok
