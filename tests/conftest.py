@@ -14,6 +14,13 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_let_go():
+    """A process that keeps thousands of compiled programs runs out of memory maps, and dies."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
