@@ -45,10 +45,6 @@ FIELDS = {
         MERGE,
     ),
     "layer_replication": ("it is made for a base with repeated layers", MERGE),
-    "alora_invocation_tokens": (
-        "an activated LoRA acts only on the tokens after its invocation",
-        ALONE,
-    ),
     "arrow_config": (
         "Arrow chooses among several adapters for each token",
         "Serve one of its adapters, or run it by itself, with PEFT",

@@ -33,7 +33,7 @@ RECIPES = {
     "dora-mlp": (LoraConfig(r=4, use_dora=True, target_modules=["up_proj", "down_proj"]), 0.15),
     "ia3": (IA3Config(**FF), 0.3),
     "ia3-out": (IA3Config(target_modules=ATTENTION, feedforward_modules=[]), 0.3),
-    "vera": (VeraConfig(r=256, target_modules=["q_proj", "v_proj", "o_proj"]), 0.3),
+    "vera": (VeraConfig(r=256, target_modules=["q_proj", "v_proj", "o_proj"]), 0.7),
     "oft": (OFTConfig(oft_block_size=32, target_modules=EVERY), 0.02),
     "oft-exact": (
         OFTConfig(oft_block_size=16, use_cayley_neumann=False, target_modules=ATTENTION),
