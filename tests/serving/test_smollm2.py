@@ -41,10 +41,6 @@ RECIPES = {
     ),
 }
 LONG = (None, "lora", "dora", "ia3", "vera", "oft")
-TEXT = (
-    "The lighthouse keeper climbed the narrow stairs every evening, counting the steps aloud, and "
-    "wrote the weather into a book that nobody read. "
-)
 QUESTIONS = [
     "What is the capital of France?", "Name three primes.", "Write a haiku about rain.",
     "Explain gravity to a child.", "List the planets.", "What is 17 times 3?",
@@ -64,6 +60,7 @@ def adapters(smollm2_twin, tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
             model = get_peft_model(smollm2_twin, config)
             generator = torch.Generator().manual_seed(seed)
             with torch.no_grad():
@@ -105,7 +102,8 @@ def oracle(smollm2_twin, adapters):
 @pytest.fixture(scope="module")
 def scored(engine):
     """Every adapter and the base with 24 greedy tokens; one of each method past position 1,500."""
-    long = engine.tokenizer.encode(TEXT * 60)[:1510]
+    # A text that repeats itself is copied by every adapter alike: none would show an effect.
+    long = np.random.default_rng(0).integers(100, 40_000, 1510).tolist()
     short = engine.tokenizer.encode_chat([{"role": "user", "content": QUESTIONS[4]}])
     requests = [
         Request(
