@@ -78,10 +78,11 @@ def rounded_twin(model: Path):
     twin = transformers.AutoModelForCausalLM.from_pretrained(
         model.parent, gguf_file=model.name, dtype=torch.float32
     )
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    return twin.eval()
+    for field in ("quantization_config", "_model_name_or_path"):  # of GGUF: not to be saved
+        twin.config.__dict__.pop(field, None)
+    plain = type(twin)(twin.config)
+    plain.load_state_dict({k: v.bfloat16().float() for k, v in twin.state_dict().items()})
+    return plain.eval()
 
 
 def serve(engine: Engine, names, texts) -> dict[str | None, list[np.ndarray]]:

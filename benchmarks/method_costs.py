@@ -63,29 +63,34 @@ def main() -> None:
         pools += [(["pool"], list(methods.values()))]
     with ThreadPoolExecutor(12) as threads:
         jobs = [threads.submit(prepare, weights, tenants) for _, tenants in pools]
-        ready = [job.result() for job in jobs]
-    print("compiled", flush=True)
-    plain = {
-        count: microseconds(compiled(weights, {}, count), weights, {}, count)
-        for count in sorted({len(tenants) for _, tenants in pools})
-    }
-    for (names, tenants), (cost, slots, run) in zip(pools, ready, strict=True):
-        base = plain[len(tenants)]
-        measured = microseconds(run, weights, slots, len(tenants)) - base
-        predicted = cost.seconds(machine) * 1e6
-        for name in names:
-            shape = methods.get(name, {"bytes": 0, "live": []})
-            row = {"method": name, "tenants": len(tenants), "live": shape["live"]}
-            row |= {"bytes_per_tenant": LAYERS * shape["bytes"], "base_us": base}
-            row |= {"predicted_us": predicted, "measured_us": measured}
-            report["methods"].append(row)
-            print(
-                f"{name:12} {row['bytes_per_tenant']:15,} {','.join(row['live']) or '-':>8} "
-                f"{predicted:10.1f} {measured:9.1f}",
-                flush=True,
-            )
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        plain = {
+            count: microseconds(compiled(weights, {}, count), weights, {}, count)
+            for count in sorted({len(tenants) for _, tenants in pools})
+        }
+        for (names, tenants), job in zip(pools, jobs, strict=True):
+            report["methods"] += measured(names, tenants, methods, machine, plain, weights, job)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measured(names, tenants, methods, machine, plain, weights, job) -> list[dict]:
+    """The rows of methods that have the same shapes, printed as soon as they are compiled."""
+    cost, slots, run = job.result()
+    base = plain[len(tenants)]
+    added = microseconds(run, weights, slots, len(tenants)) - base
+    predicted = cost.seconds(machine) * 1e6
+    rows = []
+    for name in names:
+        shape = methods.get(name, {"bytes": 0, "live": []})
+        row = {"method": name, "tenants": len(tenants), "live": shape["live"]}
+        row |= {"bytes_per_tenant": LAYERS * shape["bytes"], "base_us": base}
+        rows.append(row | {"predicted_us": predicted, "measured_us": added})
+        print(
+            f"{name:12} {LAYERS * shape['bytes']:15,} {','.join(shape['live']) or '-':>8} "
+            f"{predicted:10.1f} {added:9.1f}",
+            flush=True,
+        )
+    return rows
 
 
 def most_terms(shape: dict) -> int:

@@ -76,7 +76,7 @@ def all_methods() -> Recipes:
         ),
         "RoAD": (peft.RoadConfig(variant="road_4", group_size=64, **ALL), 0.2),
         "BEFT": (peft.BeftConfig(target_modules=["v_proj"]), 0.3),
-        "RandLoRA": (peft.RandLoraConfig(r=32, target_modules=ATTENTION), 0.3),
+        "RandLoRA": (peft.RandLoraConfig(r=32, target_modules=ATTENTION), 0.005),
         "FourierFT": (peft.FourierFTConfig(n_frequency=300, scaling=100.0, **ALL), 1.0),
         "LoHa": (peft.LoHaConfig(r=4, alpha=4, init_weights=False, **ALL), 0.1),
         "LoKr": (peft.LoKrConfig(r=8, alpha=8, init_weights=False, **ALL), 0.1),
