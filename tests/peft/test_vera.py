@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -56,7 +57,8 @@ def pairs(adapter) -> set[str]:
     return {term.pair for form in adapter.sites.values() for term in form.terms}
 
 
-def test_tenants_of_one_pair_share_its_arrays(tmp_path: Path):
+def test_tenants_of_one_pair_share_its_arrays(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(vera, "_MATRICES", WeakValueDictionary())  # others may live in this process
     fields = {"r": 6, "target_modules": ["q_proj", "down_proj"], "projection_prng_key": 3}
     a = load(tmp_path, "a", seed=1, **fields)
     b = load(tmp_path, "b", seed=2, **fields, save_projection=False)
