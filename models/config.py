@@ -198,6 +198,8 @@ def _window(fields: "_Fields", kind: str, layers: int) -> int | None:
             if isinstance(full_layers, bool) or not isinstance(full_layers, int):
                 raise fields.fail("max_window_layers", "it must be a number of layers")
             return window if full_layers < layers else None
+        if not isinstance(types, list) or not all(isinstance(t, str) for t in types):
+            raise fields.fail("layer_types", "it must be a list with the name of each layer's type")
         return window if "sliding_attention" in types else None
     return window
 

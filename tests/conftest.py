@@ -1,11 +1,17 @@
 """Settings and fixtures of every test: strict array promotion, hardware marks, the demo model."""
 
+import os
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
 from scute_jax.demo_model import DemoModelUnavailable, demo_model_path
+
+# The same examples in every run; `HYPOTHESIS_PROFILE=default make test` draws others.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -195,6 +195,8 @@ JSON = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(field=st.sampled_from([*sorted(READ), *LLAMA3, "type"]), value=JSON)
 @example(field="rope_type", value=[])
+@example(field="layer_types", value=False)
+@example(field="layer_types", value=[[]])
 def test_any_value_in_any_field_is_served_or_refused(field, value):
     for base in (TINY, {**TINY, "model_type": "qwen2", "use_sliding_window": True}):
         try:
