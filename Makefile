@@ -20,7 +20,12 @@ lint: $(VENV)/lint.ok
 	$(BIN)/ruff format --check .
 
 # The checker does not know that the top-level folders are installed inside scute_jax: a copy shows it.
-typecheck: lint typecheck test
+typecheck: $(VENV)/test.ok $(VENV)/lint.ok
+	rm -rf build/types && mkdir -p build/types
+	cp -r scute_jax build/types && cp -r kernels models serving build/types/scute_jax
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check: lint typecheck test
 
 clean:
 	rm -rf $(VENV) build/types build *.egg-info .cache
