@@ -45,24 +45,23 @@ def shared_factors(
     """As the reference."""
     tile = tile or SharedTile()
     t, d_in = x.shape
-    row = jnp.where(slot[:, None] >= 0, shared.row[jnp.maximum(slot, 0)], -1)
-    pair = jnp.where(row >= 0, shared.pair[jnp.maximum(slot, 0)], -1)
     size = min(tile.rows, max(MIN_SIDE, power_of_two(t)))
     blocks, num_pairs = pl.cdiv(t, size), shared.pairs.rank.shape[0]
     page = shared.pairs.A.shape[1]
     block_r = max(page, min(tile.block_r, power_of_two(shared.d.shape[1])))
     ranks = pl.cdiv(shared.d.shape[1], block_r) * block_r
     block_k = min(tile.block_k, power_of_two(d_in))
+    who = (slot, shared.row, shared.pair)
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "interpret": interpret}
-    terms, has_u = row.shape[1], shared.u is not None
-    low_shape = (tile.splits, terms, num_pairs, blocks, size, ranks)
+    terms, has_u = shared.row.shape[1], shared.u is not None
+    low_shape = (tile.splits, terms, blocks, size, ranks)
     (low,) = pallas_call(
         partial(_shrink_kernel, size, d_in, tile.splits, block_k, block_r, has_u),
         name="shared_shrink",
         grid=(blocks, tile.splits, terms * num_pairs * (ranks // block_r)),
         out_shape=[jax.ShapeDtypeStruct(low_shape, jnp.float32)],
         **how,
-    )(row, pair, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank, shared.u)
+    )(*who, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank, shared.u)
     block_n = min(tile.block_n, power_of_two(h.shape[1]))
     (out,) = pallas_call(
         partial(_expand_kernel, size, block_n, block_r),
@@ -71,27 +70,39 @@ def shared_factors(
         out_shape=[jax.ShapeDtypeStruct(h.shape, h.dtype)],
         aliases={0: 0},
         **how,
-    )(h, low, row, pair, shared.pairs.B, shared.pairs.table, shared.pairs.rank, shared.d, shared.e)
+    )(h, low, *who, shared.pairs.B, shared.pairs.table, shared.pairs.rank, shared.d, shared.e)
     return out
 
 
-def _rows(block, size, t):
-    row = block * size + jnp.arange(size)
-    return row, row < t
+class _Rows:
+    """A block of rows and what their adapters have: of term j the entry and the pair, -1 = none."""
+
+    def __init__(self, block, size, t, slot_ref, row_ref, pair_ref):
+        self.at = block * size + jnp.arange(size)
+        self.inside = self.at < t
+        self.row_ref, self.pair_ref = row_ref, pair_ref
+        self.slot = plgpu.load(slot_ref.at[self.at], mask=self.inside, other=-1)
+
+    def entry(self, j):
+        return plgpu.load(self.row_ref.at[self.slot, j], mask=self.slot >= 0, other=-1)
+
+    def pair(self, j, entry):
+        return plgpu.load(self.pair_ref.at[self.slot, j], mask=entry >= 0, other=-1)
 
 
 def _shrink_kernel(
-    size, d_in, splits, block_k, block_r, has_u, row_ref, pair_ref, x_ref, A_ref, table_ref,
-    rank_ref, *refs,
+    size, d_in, splits, block_k, block_r, has_u, slot_ref, row_ref, pair_ref, x_ref, A_ref,
+    table_ref, rank_ref, *refs,
 ):  # fmt: skip
-    """row, pair [t, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; if `has_u`
-    u [k, d_in]; low."""
+    """slot [t]; row, pair [K, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; if
+    `has_u` u [k, d_in]; low."""
     u_ref, low_ref = refs if has_u else (None, *refs)
     num_pairs, per_pair = rank_ref.shape[0], low_ref.shape[-1] // block_r
     block, part, rest = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     j, p, b = rest // (num_pairs * per_pair), rest // per_pair % num_pairs, rest % per_pair
-    row, inside = _rows(block, size, x_ref.shape[0])
-    uses = inside & (plgpu.load(pair_ref.at[row, j], mask=inside, other=-1) == p)
+    rows = _Rows(block, size, x_ref.shape[0], slot_ref, row_ref, pair_ref)
+    row, entry = rows.at, rows.entry(j)
+    uses = rows.pair(j, entry) == p
 
     @pl.when((jnp.sum(uses.astype(jnp.int32)) > 0) & (b * block_r < rank_ref[p]))
     def _work():
@@ -100,7 +111,6 @@ def _shrink_kernel(
         own = q < rank_ref[p]
         at = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
         span = -(-d_in // (splits * block_k)) * block_k
-        entry = plgpu.load(row_ref.at[row, j], mask=uses, other=0)
 
         def columns(i, total):
             k = part * span + i * block_k + jnp.arange(block_k)
@@ -120,64 +130,71 @@ def _shrink_kernel(
 
         zero = jnp.zeros((size, block_r), jnp.float32)
         total = jax.lax.fori_loop(0, span // block_k, columns, zero)
-        low_ref[part, j, p, block, :, pl.ds(b * block_r, block_r)] = total
+        place = (part, j, block, jnp.arange(size)[:, None], q[None, :])
+        plgpu.store(low_ref.at[place], total, mask=uses[:, None])  # other rows have other pairs
 
 
 def _expand_kernel(
-    size, block_n, block_r, h_ref, low_ref, row_ref, pair_ref, B_ref, table_ref, rank_ref, d_ref,
-    e_ref, out_ref,
+    size, block_n, block_r, h_ref, low_ref, slot_ref, row_ref, pair_ref, B_ref, table_ref,
+    rank_ref, d_ref, e_ref, out_ref,
 ):  # fmt: skip
-    """h [t, d_out]; low; row, pair [t, j]; B [n, page, d_out]; table [P, w]; rank [P];
+    """h [t, d_out]; low; slot [t]; row, pair [K, j]; B [n, page, d_out]; table [P, w]; rank [P];
     d [k, r]; e [k, d_out]; the new h."""
-    num_pairs, page = rank_ref.shape[0], B_ref.shape[1]
+    num_pairs, page, terms = rank_ref.shape[0], B_ref.shape[1], row_ref.shape[1]
     block, column = pl.program_id(0), pl.program_id(1)
-    row, inside = _rows(block, size, h_ref.shape[0])
+    rows = _Rows(block, size, h_ref.shape[0], slot_ref, row_ref, pair_ref)
     c = column * block_n + jnp.arange(block_n)
     there = c < h_ref.shape[1]
-    at = (row[:, None], c[None, :])
-    here = inside[:, None] & there[None, :]
-    for j in range(row_ref.shape[1]):
-        entry = plgpu.load(row_ref.at[row, j], mask=inside, other=-1)
+    zero = jnp.zeros((size, block_n), jnp.float32)
 
-        @pl.when(jnp.sum((entry >= 0).astype(jnp.int32)) > 0)
-        def _term(j=j, entry=entry):
-            pair = plgpu.load(pair_ref.at[row, j], mask=inside, other=-1)
+    def add_term(j, y):
+        entry = rows.entry(j)
+        mine, pair = entry >= 0, rows.pair(j, entry)
 
-            def add_pair(p, y):
-                own_row = pair == p
+        def add_pair(p, y):
+            own_row = pair == p
 
-                def ranks(b, y):
-                    q = b * block_r + jnp.arange(block_r)
-                    own = q < rank_ref[p]
-                    total = _sum_parts(low_ref, j, p, block, b, block_r)
-                    mask = own_row[:, None] & own[None, :]
-                    d = plgpu.load(d_ref.at[entry[:, None], q[None, :]], mask=mask, other=0.0)
-                    scaled = jnp.where(mask, total * d.astype(jnp.float32), 0.0)
-                    place = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
-                    B = plgpu.load(
-                        B_ref.at[place[:, None], (q % page)[:, None], c[None, :]],
-                        mask=own[:, None] & there[None, :],
-                        other=0.0,
-                    )
-                    return y + plgpu.dot(scaled.astype(B.dtype), B, precision=precision(B.dtype))
+            def ranks(b, y):
+                q = b * block_r + jnp.arange(block_r)
+                own = q < rank_ref[p]
+                mask = own_row[:, None] & own[None, :]
+                total = _sum_parts(low_ref, j, block, q, mask)
+                d = plgpu.load(d_ref.at[entry[:, None], q[None, :]], mask=mask, other=0.0)
+                scaled = jnp.where(mask, total * d.astype(jnp.float32), 0.0)
+                place = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
+                B = plgpu.load(
+                    B_ref.at[place[:, None], (q % page)[:, None], c[None, :]],
+                    mask=own[:, None] & there[None, :],
+                    other=0.0,
+                )
+                return y + plgpu.dot(scaled.astype(B.dtype), B, precision=precision(B.dtype))
 
-                zero = jnp.zeros((size, block_n), jnp.float32)
-                any_row = jnp.sum(own_row.astype(jnp.int32)) > 0
-                count = jnp.where(any_row, pl.cdiv(rank_ref[p], block_r), 0)
-                added = jax.lax.fori_loop(0, count, ranks, zero)
-                return y + jnp.where(own_row[:, None], added, 0.0)
+            any_row = jnp.sum(own_row.astype(jnp.int32)) > 0
+            count = jnp.where(any_row, pl.cdiv(rank_ref[p], block_r), 0)
+            added = jax.lax.fori_loop(0, count, ranks, zero)
+            return y + jnp.where(own_row[:, None], added, 0.0)
 
-            zero = jnp.zeros((size, block_n), jnp.float32)
-            total = jax.lax.fori_loop(0, num_pairs, add_pair, zero)
-            mine = here & (entry >= 0)[:, None]
-            e = plgpu.load(e_ref.at[entry[:, None], c[None, :]], mask=mine, other=0.0)
-            source = h_ref if j == 0 else out_ref
-            y = plgpu.load(source.at[at], mask=mine, other=0.0).astype(jnp.float32)
-            y = y + total * e.astype(jnp.float32)
-            plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=mine)
+        first = jnp.min(jnp.where(mine, pair, num_pairs))
+        added = jax.lax.fori_loop(first, jnp.max(pair) + 1, add_pair, zero)
+        wide = mine[:, None] & there[None, :]
+        e = plgpu.load(e_ref.at[entry[:, None], c[None, :]], mask=wide, other=0.0)
+        return y + jnp.where(mine[:, None], added * e.astype(jnp.float32), 0.0)
+
+    def has_term(j, found):
+        return found | (rows.entry(j) >= 0)
+
+    sharing = jax.lax.fori_loop(0, terms, has_term, jnp.zeros((size,), jnp.bool_))
+
+    @pl.when(jnp.sum(sharing.astype(jnp.int32)) > 0)
+    def _work():
+        at, here = (rows.at[:, None], c[None, :]), sharing[:, None] & there[None, :]
+        y = plgpu.load(h_ref.at[at], mask=here, other=0.0).astype(jnp.float32)
+        y = jax.lax.fori_loop(0, terms, add_term, y)
+        plgpu.store(out_ref.at[at], y.astype(out_ref.dtype), mask=here)
 
 
-def _sum_parts(low_ref, j, p, block, b, block_r):
-    ranks = pl.ds(b * block_r, block_r)
-    parts = (low_ref[part, j, p, block, :, ranks] for part in range(low_ref.shape[0]))
-    return reduce(jnp.add, parts)
+def _sum_parts(low_ref, j, block, q, mask):
+    """x A of one term, of the rows and ranks in the mask."""
+    at = (j, block, jnp.arange(mask.shape[0])[:, None], q[None, :])
+    parts = range(low_ref.shape[0])
+    return reduce(jnp.add, (plgpu.load(low_ref.at[(p, *at)], mask=mask, other=0.0) for p in parts))
