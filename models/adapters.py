@@ -7,13 +7,10 @@ import jax
 from scute_jax.entries import EMBEDDING
 from scute_jax.errors import AdapterError
 from scute_jax.fold import fold
-from scute_jax.normal_form import Adapter, NormalForm
+from scute_jax.normal_form import SLOTS_AT, Adapter, NormalForm, slots_beyond
 from scute_jax.stack import stack
 
 PLACES = ("norm/", f"{EMBEDDING}/", "lm_head/")  # sites with routes of their own
-# What the forward pass computes at sites that are no projections (see normal_form.py).
-SLOTS_OF_NORMS = frozenset({"s", "b", "S"})
-SLOTS_OF_EMBEDDING = frozenset({"s", "b", "rows", "terms"})
 
 
 def for_llama(adapter: Adapter) -> Adapter:
@@ -81,13 +78,12 @@ def is_norm(site: str) -> bool:
 
 def _check_slots(site: str, form: NormalForm) -> None:
     """Raises AdapterError for a slot that the forward pass does not compute at this site."""
-    used = {*form.live, *("terms" if t.pair is None else "shared pairs" for t in form.terms)}
-    served = SLOTS_OF_NORMS if is_norm(site) else SLOTS_OF_EMBEDDING
     if is_norm(site) or site == EMBEDDING:
-        if odd := used - served:
+        place = "norm" if is_norm(site) else "embedding"
+        if odd := slots_beyond(form, place):
             raise AdapterError(
-                f"{site}: its form has {', '.join(sorted(odd))}, but served here are "
-                f"{', '.join(sorted(served))}."
+                f"{site}: its form has {', '.join(odd)}, but served here are "
+                f"{', '.join(sorted(SLOTS_AT[place]))}."
             )
     elif form.rows is not None and site != "lm_head":
         raise AdapterError(f"{site}: rows replace tokens, and only {EMBEDDING} and lm_head have.")

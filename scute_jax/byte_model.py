@@ -7,12 +7,16 @@ No parameter is fitted: the three constants of a machine are measured (`scute_ja
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from scute_jax.entries import entries, factors_of, pass_of
 from scute_jax.fold import fold
-from scute_jax.normal_form import NormalForm
+from scute_jax.normal_form import SLOTS_AT, NormalForm, slots_beyond
 
 INDEX = 4  # bytes of an index
+FLOAT32 = 4  # bytes of a number behind norms and the embedding, and of a logit
+
+Place = Literal["projection", "norm", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -59,27 +63,45 @@ def byte_cost(
     d_in: int,
     d_out: int,
     itemsize: int = 2,
+    place: Place = "projection",
 ) -> dict[str, Cost]:
-    """Route -> what it costs at one projection, d_in -> d_out, in one step.
+    """Route -> what it costs at one site, d_in -> d_out, in one step.
 
     `forms` are the adapters in the batch (an empty NormalForm for base rows) and `rows` how many
-    rows each has. Routes: "low rank" (A, B; s and b ride along), "vectors" (s, b where nothing else
-    touches those rows), "input transform" (R, P), "output transform" (Q), "shared factors",
-    "sparse", "kronecker". A route that no form has is not there. `itemsize`: bytes of one number.
+    rows each has. Routes of a projection: "low rank" (A, B; s and b ride along), "vectors" (s, b
+    where nothing else touches those rows), "input transform" (R, P), "output transform" (Q),
+    "shared factors", "sparse", "kronecker", and at the head "tokens" (rows). Of a norm (d_in =
+    d_out): "norm" (s, b, S). Of the embedding (d_in tokens): "embedding" (A, B, s, b) and "tokens".
+    A route that no form has is not there. `itemsize`: bytes of one number.
+
+    Rows before the invocation of an activated LoRA are base rows, and are counted as such.
+    Raises: ValueError if counts are missing, or if a form has a slot that the place has not.
     """
     if len(forms) != len(rows):
         raise ValueError(f"{len(forms)} forms, but rows of {len(rows)}; give one count per form.")
     widths = (d_in, d_out, itemsize)
     found = [(fold(form), count) for form, count in zip(forms, rows, strict=True)]
-    costs = {
-        "low rank": _low_rank(found, *widths),
-        "vectors": _vectors(found, *widths),
-        "input transform": _turns(found, "in", sum(rows), *widths),
-        "output transform": _turns(found, "out", sum(rows), *widths),
-        "shared factors": _shared(found, *widths),
-        "sparse": _sparse(found, *widths),
-        "kronecker": _kronecker(found, *widths),
-    }
+    for k, (form, _) in enumerate(found):
+        if place in SLOTS_AT and (odd := slots_beyond(form, place)):
+            raise ValueError(f"forms[{k}] has {', '.join(odd)}: no slots of place={place!r}.")
+    if place == "norm":
+        costs = {"norm": _norm(found, d_out, itemsize)}
+    elif place == "embedding":
+        costs = {
+            "embedding": _embedding(found, d_out, itemsize),
+            "tokens": _replaced_rows(found, d_out, itemsize),
+        }
+    else:
+        costs = {
+            "low rank": _low_rank(found, *widths),
+            "vectors": _vectors(found, *widths),
+            "input transform": _turns(found, "in", sum(rows), *widths),
+            "output transform": _turns(found, "out", sum(rows), *widths),
+            "shared factors": _shared(found, *widths),
+            "sparse": _sparse(found, *widths),
+            "kronecker": _kronecker(found, *widths),
+            "tokens": _replaced_columns(found, sum(rows), *widths),
+        }
     return {route: cost for route, cost in costs.items() if cost.bytes}
 
 
@@ -169,3 +191,43 @@ def _kronecker(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
             cost = Cost(itemsize * numbers, itemsize * rows * (d_in + 2 * d_out))
             shapes[kind] = shapes.get(kind, Cost(launches=2)) + cost
     return sum(shapes.values(), Cost())
+
+
+def _norm(found: Found, d: int, itemsize: int) -> Cost:
+    """s, b and S over h in float32. The norm rounds h itself where no adapter waits for it: with
+    adapters, h of every row is written and read once more by a pass that rounds."""
+    own = _vectors(found, d, d, itemsize) + _sparse(found, d, d, itemsize)
+    if not own.bytes:
+        return own
+    h = _vectors(found, d, d, FLOAT32) + _sparse(found, d, d, FLOAT32)
+    total = sum(rows for _, rows in found)
+    rounding = Cost(0, 2 * FLOAT32 * total * d, 1) if itemsize < FLOAT32 else Cost()
+    return replace(own, activations=h.activations) + rounding
+
+
+def _embedding(found: Found, d: int, itemsize: int) -> Cost:
+    """Of A what its rows look up; B, s and b once for each adapter; of its rows h twice."""
+    live = [(form, rows) for form, rows in found if rows and (form.rank or _ride(form, d))]
+    parameters = sum(form.rank * (rows + d) + _ride(form, d) for form, rows in live)
+    activations = sum(2 * FLOAT32 * rows * d for _, rows in live)
+    launches = max((2 if form.rank else 1 for form, _ in live), default=0)
+    return Cost(itemsize * parameters, activations, launches)
+
+
+def _replaced_rows(found: Found, d: int, itemsize: int) -> Cost:
+    """The tokens of each adapter once; for its rows one of its own, and h twice."""
+    live = [(form.rows.ids.size, rows) for form, rows in found if form.rows is not None and rows]
+    parameters = sum(INDEX * tokens + itemsize * rows * d for tokens, rows in live)
+    activations = sum(2 * FLOAT32 * rows * d for _, rows in live)
+    return Cost(parameters, activations, 2 * bool(live))
+
+
+def _replaced_columns(found: Found, total: int, d_in: int, d_out: int, itemsize: int) -> Cost:
+    """The logits of all adapters' tokens for every row, of which a row takes its own into logits
+    that are copied, since they become wider."""
+    live = [(form.rows.ids.size, rows) for form, rows in found if form.rows is not None and rows]
+    tokens = sum(count for count, _ in live)
+    parameters = tokens * (INDEX + itemsize * d_in)
+    each = itemsize * d_in + FLOAT32 * (tokens + 2 * d_out)
+    taken = sum(2 * FLOAT32 * rows * count for count, rows in live)
+    return Cost(parameters, total * each + taken, 3) if live else Cost()

@@ -142,6 +142,16 @@ class NormalForm:
 
 
 SLOTS = ("P", "R", "Q", "s", "b", "u", "d", "e", "S", "K", "rows")
+SLOTS_AT = {  # the slots of sites that are no projections
+    "norm": frozenset({"s", "b", "S"}),
+    "embedding": frozenset({"s", "b", "rows", "terms"}),
+}
+
+
+def slots_beyond(form: NormalForm, place: str) -> list[str]:
+    """What a folded form has that sites of this kind (a key of SLOTS_AT) do not."""
+    used = {*form.live, *("terms" if t.pair is None else "shared pairs" for t in form.terms)}
+    return sorted(used - SLOTS_AT[place])
 
 
 @struct.dataclass

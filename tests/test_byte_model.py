@@ -13,6 +13,7 @@ from forms import (
 
 import scute_jax as sj
 from scute_jax.byte_model import fused
+from scute_jax.normal_form import TokenRows
 
 RNG = np.random.default_rng(0)
 D_IN, D_OUT = 24, 10
@@ -68,6 +69,53 @@ def test_products_of_one_shape_share_their_launches():
     own = 3 * (4 * 2 + 6 * 5) + (6 * 5 + 4 * 2)  # the fourth tenant has no row
     rows = (3 + 1 + 2) * (D_IN + 2 * D_OUT)
     assert cost == {"kronecker": sj.Cost(2 * own, 2 * rows, 4)}
+
+
+def test_a_norm_is_updated_in_float32_and_rounded_behind_it():
+    d, rows = 6, [3, 2, 9, 0]
+    forms = [random_form(RNG, d, d, "s"), random_form(RNG, d, d, "sb"), sj.NormalForm()]
+    forms.append(forms[0])  # without a row
+    (cost,) = sj.byte_cost(forms, rows, d, d, place="norm").values()
+    assert cost == sj.Cost(2 * 3 * d, 8 * d * (3 + 2) + 8 * d * sum(rows), 2)
+    cost = sj.byte_cost(forms, rows, d, d, itemsize=4, place="norm")
+    assert cost == {"norm": sj.Cost(4 * 3 * d, 8 * d * (3 + 2), 1)}  # nothing to round
+    sparse = sj.NormalForm(s=forms[0].s, S=random_sparse(RNG, d, d, 2))
+    (cost,) = sj.byte_cost([sparse], [5], d, d, place="norm").values()
+    assert cost == sj.Cost(2 * d + 2 * (2 + 8), 5 * (8 * d + 4 * (2 + 2 * d) + 8 * d), 4)
+    assert sj.byte_cost(forms, [0, 0, 7, 0], d, d, place="norm") == {}
+    for form in (
+        random_form(RNG, d, d, block=2),
+        random_form(RNG, d, d, terms=[random_term(RNG, d, d, 2)]),
+    ):
+        with pytest.raises(ValueError, match=r"forms\[1\] has (R|terms): no slots of place='norm'"):
+            sj.byte_cost([forms[0], form], [1, 1], d, d, place="norm")
+
+
+def test_a_token_looks_up_its_own_row_of_a():
+    vocab, d = 50, 6
+    lora = sj.NormalForm(s=np.ones(d), terms=(random_term(RNG, vocab, d, 3),))
+    forms, rows = [lora, lora, random_form(RNG, vocab, d, "b"), sj.NormalForm()], [3, 0, 2, 8]
+    (cost,) = sj.byte_cost(forms, rows, vocab, d, place="embedding").values()
+    assert cost == sj.Cost(2 * (3 * 3 + 3 * d + d) + 2 * d, 8 * d * (3 + 2), 2)
+    cost = sj.byte_cost(forms[2:], rows[2:], vocab, d, place="embedding")
+    assert cost == {"embedding": sj.Cost(2 * d, 8 * d * 2, 1)}
+    pair = shared_pairs(vocab, d)[0]
+    form = random_form(RNG, vocab, d, terms=[random_term(RNG, vocab, d, 0, "de", pair)])
+    with pytest.raises(ValueError, match="has d, e, shared pairs: no slots of place='embedding'"):
+        sj.byte_cost([form], [1], vocab, d, place="embedding")
+
+
+def test_replaced_tokens_are_looked_up_and_multiplied_with():
+    vocab, d, rows = 50, 6, [3, 2, 0, 8]
+    four, two = (TokenRows(np.arange(k), np.ones((k, d))) for k in (4, 2))
+    forms = [sj.NormalForm(rows=own) for own in (four, two, two, None)]
+    cost = sj.byte_cost(forms, rows, vocab, d, place="embedding")
+    assert cost == {"tokens": sj.Cost(4 * (4 + 2) + 2 * d * (3 + 2), 8 * d * (3 + 2), 2)}
+    cost = sj.byte_cost(forms, rows, d, vocab)  # the head
+    every = 2 * d + 4 * (4 + 2) + 8 * vocab  # x, the logits of all replaced tokens, a copy
+    taken = 8 * (3 * 4 + 2 * 2)
+    assert cost == {"tokens": sj.Cost((4 + 2) * (2 * d + 4), sum(rows) * every + taken, 3)}
+    assert sj.byte_cost(forms, [0, 0, 0, 8], d, vocab) == {}
 
 
 def test_time_is_bytes_over_bandwidth_and_launches():
