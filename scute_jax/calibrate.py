@@ -58,19 +58,28 @@ def median_us(step: Callable, *args, repeats: int = 20, per_call: int = 1) -> tu
 
 def copy_bandwidth(size: int) -> float:
     """Bytes per second that a copy of `size` bytes reads and writes."""
+    copies, rounds = 40, 1 if size >= 64 * MIB else 5
     x = jnp.ones((size // 4,), jnp.float32)
-    loops = max(16, 64 * MIB // size)
-    copies = jax.jit(lambda x: jax.lax.fori_loop(0, loops, lambda _, x: x + 1, x))
-    us, _ = median_us(copies, x, per_call=loops)
+    chain = _chain(lambda x: x + 1, copies, rounds)
+    us, _ = median_us(chain, x, repeats=7, per_call=copies * rounds)
     return 2 * size / (us * 1e-6)
 
 
 def _launch_seconds() -> float:
-    @jax.jit
-    def chain(x):
-        for _ in range(CHAIN):
-            x = one_block(x)
+    chain = _chain(one_block, CHAIN, 10)
+    us, _ = median_us(chain, jnp.zeros((32,), jnp.float32), per_call=CHAIN * 10)
+    return us * 1e-6
+
+
+def _chain(step: Callable, launches: int, rounds: int) -> Callable:
+    """`rounds` times `launches` kernels, one after the other, in one call.
+
+    They are written out: a loop of a single kernel is started by the host, once each round.
+    """
+
+    def one(_, x: jax.Array) -> jax.Array:
+        for _ in range(launches):
+            x = jax.lax.optimization_barrier(step(x))
         return x
 
-    us, _ = median_us(chain, jnp.zeros((32,), jnp.float32), per_call=CHAIN)
-    return us * 1e-6
+    return jax.jit(lambda x: jax.lax.fori_loop(0, rounds, one, x))
