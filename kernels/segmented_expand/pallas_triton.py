@@ -6,7 +6,8 @@ back. A tile whose adapter does nothing at the slice is left alone.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from scute_jax.kernels.pools import LowRank, Vectors
+from scute_jax.kernels.pools import LowRank, Vectors, most_ranks
 from scute_jax.kernels.precision import precision
+from scute_jax.kernels.rank_blocks import RankBlocks, block_size
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.tuning import tuned
 
 
 @dataclass(frozen=True)
@@ -42,37 +45,35 @@ def segmented_expand(
     interpret: bool = False,
 ) -> tuple[Float[Array, "t d_out"], ...]:
     """As the reference."""
-    tile = tile or ExpandTile()
+    tile = tile or tuned(ExpandTile, rows=h[0].shape[0], rank=most_ranks(factors))
     parts = list(zip(low, factors, scale, shift, strict=True))
     live = [s for s, part in enumerate(parts) if any(p is not None for p in part)]
     if not live:
         return h
     n = tiles.slot.shape[0]
-    widest = max(h[s].shape[1] for s in live)
-    block_n = min(tile.block_n, power_of_two(widest))
+    block_n = min(tile.block_n, power_of_two(max(h[s].shape[1] for s in live)))
+    counts = [pl.cdiv(h[s].shape[1], block_n) for s in live]  # blocks of columns of each slice
     args, layout = [], []
     for s in live:
         lows, f, sc, sh = parts[s]
-        present = (f is not None, sc is not None, sh is not None)
-        layout.append(present)
+        layout.append((f is not None, sc is not None, sh is not None))
         args.append(h[s])
         args += [lows, f.B, f.table, f.rank] if f is not None else []
         args += [sc.values, sc.row] if sc is not None else []
         args += [sh.values, sh.row] if sh is not None else []
     size = max(MIN_SIDE, power_of_two(tiles.size))
-    page = next((f.B.shape[1] for f in factors if f is not None), tile.block_r)
-    kernel = partial(_kernel, tuple(layout), size, block_n, max(tile.block_r, page))
+    blocks = [factors[s] and block_size(factors[s], tile.block_r) for s in live]
+    slices = tuple(zip(accumulate(counts, initial=0), counts, layout, blocks, strict=False))
     head = (tiles.slot, tiles.start, tiles.rows)
-    places = _places(layout, len(head))
     outs = pallas_call(
-        kernel,
+        partial(_kernel, slices, size, block_n),
         name="segmented_expand",
-        grid=(n, pl.cdiv(widest, block_n), len(live)),
+        grid=(n, sum(counts)),
         out_shape=[jax.ShapeDtypeStruct(h[s].shape, h[s].dtype) for s in live],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-        aliases={place: s for s, place in enumerate(places)},
+        aliases={place: s for s, place in enumerate(_places(layout, len(head)))},
     )(*head, *args)
     result = list(h)
     for s, out in zip(live, outs, strict=True):
@@ -89,31 +90,38 @@ def _places(layout, first: int) -> list[int]:
     return places
 
 
-def _kernel(layout, size, block_n, block_r, slot_ref, start_ref, rows_ref, *refs):
-    """slot, start, rows [n]; per slice h [t, d_out] and what `layout` says; the new h per slice."""
-    i, block = pl.program_id(0), pl.program_id(1)
-    rows, slot = rows_ref[i], slot_ref[i]
-    row = start_ref[i] + jnp.arange(size)
-    held = jnp.arange(size) < rows
-    places = _places(layout, 0)
-    outs = refs[len(refs) - len(layout) :]
-    for s, (with_factors, with_scale, with_shift) in enumerate(layout):
+def _kernel(slices, size, block_n, slot_ref, start_ref, rows_ref, *refs):
+    """slot, start, rows [n]; per slice h [t, d_out] and what its layout says; the new h per slice.
+
+    A slice is (its first block of columns, their number, its layout, ranks in one product).
+    """
+    i, column = pl.program_id(0), pl.program_id(1)
+    slot, rows, place = slot_ref[i], rows_ref[i], jnp.arange(size)
+    row, held = start_ref[i] + place, place < rows
+    places = _places([layout for _, _, layout, _ in slices], 0)
+    outs = refs[len(refs) - len(slices) :]
+    for s, (first, count, (with_factors, with_scale, with_shift), block) in enumerate(slices):
         own = iter(refs[places[s] :])
         h_ref, out_ref = next(own), outs[s]
         lowrank = [next(own) for _ in range(4)] if with_factors else None
         scale = [next(own) for _ in range(2)] if with_scale else None
         shift = [next(own) for _ in range(2)] if with_shift else None
-        d_out = h_ref.shape[1]
 
-        @pl.when((pl.program_id(2) == s) & (rows > 0) & (block * block_n < d_out))
-        def _slice(h_ref=h_ref, out_ref=out_ref, lowrank=lowrank, scale=scale, shift=shift):
-            rank = 0 if lowrank is None else lowrank[3][slot]
+        @pl.when((column >= first) & (column < first + count) & (rows > 0))
+        def _slice(
+            h_ref=h_ref, out_ref=out_ref, lowrank=lowrank, scale=scale, shift=shift, first=first,
+            block=block,
+        ):  # fmt: skip
             scale_row = -1 if scale is None else scale[1][slot]
             shift_row = -1 if shift is None else shift[1][slot]
+            adapter = None
+            if lowrank is not None:
+                adapter = RankBlocks(lowrank[2], lowrank[3], slot, lowrank[1].shape[1], block)
+            rank = 0 if adapter is None else adapter.rank
 
             @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
             def _work():
-                c = block * block_n + jnp.arange(block_n)
+                c = (column - first) * block_n + jnp.arange(block_n)
                 inside = c < h_ref.shape[1]
                 here = held[:, None] & inside[None, :]
                 y = plgpu.load(h_ref.at[row[:, None], c[None, :]], mask=here, other=0.0)
@@ -122,8 +130,9 @@ def _kernel(layout, size, block_n, block_r, slot_ref, start_ref, rows_ref, *refs
                     y = y + y * _vector(scale[0], scale_row, c, inside)
                 if shift is not None:
                     y = y + _vector(shift[0], shift_row, c, inside)
-                if lowrank is not None:
-                    y = _add_low(lowrank, y, rank, slot, i, c, inside, block_r)
+                if adapter is not None:
+                    low = partial(_sum_parts, lowrank[0], i, place, held)
+                    y = _add_low(adapter, low, lowrank[1], y, c, inside)
                 plgpu.store(
                     out_ref.at[row[:, None], c[None, :]], y.astype(out_ref.dtype), mask=here
                 )
@@ -136,23 +145,20 @@ def _vector(values_ref, row, c, inside):
     return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0).astype(jnp.float32)[None, :]
 
 
-def _add_low(lowrank, y, rank, slot, i, c, inside, block_r):
-    low_ref, B_ref, table_ref, _ = lowrank
-    splits, page = low_ref.shape[0], B_ref.shape[1]
+def _add_low(adapter, low, B_ref, y, c, inside):
+    def add(own, y):
+        B = own.load(B_ref, c, inside)
+        return y + plgpu.dot(low(own).astype(B.dtype), B, precision=precision(B.dtype))
 
-    def ranks(b, y):
-        q = b * block_r + jnp.arange(block_r)
-        own = q < rank
-        total = low_ref[0, i, :, pl.ds(b * block_r, block_r)]
-        for part in range(1, splits):
-            total = total + low_ref[part, i, :, pl.ds(b * block_r, block_r)]
-        at = plgpu.load(table_ref.at[slot, q // page], mask=own, other=0)
-        B = plgpu.load(
-            B_ref.at[at[:, None], (q % page)[:, None], c[None, :]],
-            mask=own[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total = jnp.where(own[None, :], total, 0.0).astype(B.dtype)
-        return y + plgpu.dot(total, B, precision=precision(B.dtype))
+    return adapter.fold(add, y)  # of an adapter without ranks, no block or one of zeros
 
-    return jax.lax.fori_loop(0, pl.cdiv(rank, block_r), ranks, y)
+
+def _sum_parts(low_ref, i, place, held, own):
+    """The parts of x A added up, zero for rows and ranks that are not there."""
+    mask = held[:, None] & own.own[None, :]
+    at = (i, place[:, None], own.ranks[None, :])
+    parts = [
+        plgpu.load(low_ref.at[(part, *at)], mask=mask, other=0.0)
+        for part in range(low_ref.shape[0])
+    ]
+    return reduce(jnp.add, parts)

@@ -1,11 +1,10 @@
 """The segmented shrink on Pallas' Triton backend: all slices in one launch.
 
-A program takes one tile of rows, one part of d_in and (where few rows make bandwidth scarce) one
-slice. It reads its rows of x once for all ranks of a part, and of A only the ranks that the tile's
-adapter has. The parts are summed by the expand, which reads them anyway.
+A program takes one slice, one tile of rows and one part of d_in. Of A it reads only the ranks that
+the tile's adapter has. The parts are summed by the expand, which reads them anyway.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -14,10 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from scute_jax.kernels.pools import LowRank
+from scute_jax.kernels.pools import LowRank, most_ranks
 from scute_jax.kernels.precision import precision
+from scute_jax.kernels.rank_blocks import RankBlocks, block_size
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.tuning import tuned
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class ShrinkTile:
     num_warps: int = 4
     num_stages: int = 2
 
+    def parts(self, d_in: int, tiles: int) -> tuple[int, int]:
+        """Products in a part and how many parts there are, for `tiles` tiles of all slices."""
+        products = pl.cdiv(d_in, self.block_k)
+        each = pl.cdiv(products, min(products, pl.cdiv(self.programs, tiles)))
+        return each, pl.cdiv(products, each)
+
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_shrink(
@@ -42,26 +49,24 @@ def segmented_shrink(
     tile: ShrinkTile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "splits n size r"] | None, ...]:
-    """As the reference. Of the result, ranks past the adapter's own pages are undefined."""
-    tile = tile or ShrinkTile()
+    """As the reference. Of the result, rows and ranks that the tile does not have are undefined."""
+    tile = tile or tuned(ShrinkTile, rows=x.shape[0], rank=most_ranks(factors))
     live = [f for f in factors if f is not None]
     if not live:
         return tuple(None for _ in factors)
     size = max(MIN_SIDE, power_of_two(tiles.size))
     n, d_in = tiles.slot.shape[0], x.shape[1]
-    page = live[0].A.shape[1]
-    block_r = max(tile.block_r, page)
-    block_k = min(tile.block_k, power_of_two(d_in))
-    splits = min(pl.cdiv(d_in, block_k), pl.cdiv(tile.programs, n * len(live)))
-    shapes = [
-        jax.ShapeDtypeStruct((splits, n, size, _width(f, block_r)), jnp.float32) for f in live
-    ]
-    kernel = partial(_kernel, len(live), size, d_in, splits, block_k, block_r)
+    tile = replace(tile, block_k=min(tile.block_k, power_of_two(d_in)))
+    each, splits = tile.parts(d_in, n * len(live))
+    blocks = tuple(block_size(f, tile.block_r) for f in live)
     lows = pallas_call(
-        kernel,
+        partial(_kernel, blocks, size, d_in, each, tile.block_k),
         name="segmented_shrink",
-        grid=(n, splits, len(live)),
-        out_shape=shapes,
+        grid=(len(live), n, splits),  # slices side by side: they read the same rows of x
+        out_shape=[
+            jax.ShapeDtypeStruct((splits, n, size, _width(f, block)), jnp.float32)
+            for f, block in zip(live, blocks, strict=True)
+        ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
@@ -70,55 +75,40 @@ def segmented_shrink(
     return tuple(None if f is None else next(result) for f in factors)
 
 
-def _width(factors: LowRank, block_r: int) -> int:
+def _width(factors: LowRank, block: int) -> int:
     ranks = factors.table.shape[1] * factors.A.shape[1]
-    return -(-ranks // block_r) * block_r
+    return -(-ranks // block) * block
 
 
-def _kernel(
-    slices, size, d_in, splits, block_k, block_r, slot_ref, start_ref, rows_ref, x_ref, *refs
-):
+def _kernel(blocks, size, d_in, each, block_k, slot_ref, start_ref, rows_ref, x_ref, *refs):
     """slot, start, rows [n]; x [t, d_in]; per slice A [p, page, d_in], table [K, w], rank [K];
     per slice low."""
-    i, part = pl.program_id(0), pl.program_id(1)
-    rows, slot = rows_ref[i], slot_ref[i]
-    row = start_ref[i] + jnp.arange(size)
-    held = jnp.arange(size) < rows
-    for s in range(slices):
+    i, part = pl.program_id(1), pl.program_id(2)
+    slot, rows, place = slot_ref[i], rows_ref[i], jnp.arange(size)
+    row, held = start_ref[i] + place, place < rows
+    for s, block in enumerate(blocks):
         A_ref, table_ref, rank_ref = refs[3 * s : 3 * s + 3]
-        low_ref = refs[3 * slices + s]
+        low_ref = refs[3 * len(blocks) + s]
 
-        @pl.when((pl.program_id(2) == s) & (rows > 0))
-        def _slice(A_ref=A_ref, table_ref=table_ref, rank_ref=rank_ref, low_ref=low_ref):
-            rank = rank_ref[slot]
-            page = A_ref.shape[1]
-            span = -(-d_in // (splits * block_k)) * block_k  # columns of one part
+        @pl.when((pl.program_id(0) == s) & (rows > 0))
+        def _slice(A_ref=A_ref, table_ref=table_ref, rank_ref=rank_ref, low_ref=low_ref, b=block):
+            adapter = RankBlocks(table_ref, rank_ref, slot, A_ref.shape[1], b)
 
-            def ranks(b, _):
-                q = b * block_r + jnp.arange(block_r)
-                own = q < rank
-                at = plgpu.load(table_ref.at[slot, q // page], mask=own, other=0)
+            def product(own, j):
+                k = (part * each + j) * block_k + jnp.arange(block_k)
+                inside = k < d_in
+                here = held[:, None] & inside[None, :]
+                xs = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=here, other=0.0)
+                a = own.load(A_ref, k, inside)
+                return plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-                def columns(j, total):
-                    k = part * span + j * block_k + jnp.arange(block_k)
-                    inside = k < d_in
-                    xs = plgpu.load(
-                        x_ref.at[row[:, None], k[None, :]],
-                        mask=held[:, None] & inside[None, :],
-                        other=0.0,
-                    )
-                    a = plgpu.load(
-                        A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
-                        mask=own[:, None] & inside[None, :],
-                        other=0.0,
-                    )
-                    return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
-
-                total = jnp.zeros((size, block_r), jnp.float32)
-                if span == block_k:  # keeps the loop over ranks the innermost: it is pipelined
-                    total = columns(0, total)
+            def shrink(own, _):
+                if each == 1:  # keeps a loop over ranks the innermost: it is pipelined
+                    total = product(own, 0)
                 else:
-                    total = jax.lax.fori_loop(0, span // block_k, columns, total)
-                low_ref[part, i, :, pl.ds(b * block_r, block_r)] = total
+                    zero = jnp.zeros((size, b), jnp.float32)
+                    total = jax.lax.fori_loop(0, each, lambda j, y: y + product(own, j), zero)
+                at = low_ref.at[part, i, place[:, None], own.ranks[None, :]]
+                plgpu.store(at, total, mask=held[:, None])
 
-            jax.lax.fori_loop(0, pl.cdiv(rank, block_r), ranks, None)
+            pl.when(adapter.rank > 0)(lambda: adapter.fold(shrink, None))
