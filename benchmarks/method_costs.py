@@ -3,10 +3,11 @@
     python -m benchmarks.method_costs --out benchmarks/method_costs.json
 
 One decoder layer of Llama-3.1-8B in bfloat16, 16 tenants of one method with a row each, random
-numbers in the shapes of `method_shapes.json`. Measured: the layer's projections with the adapters
-minus without them, both inside a loop of one jit. "pool" is a tenant of every method at once, and
-"LoRA pool" as many of LoRA. Predicted: the byte model with this machine's
-constants, measured in the same run; nothing is fitted. A token passes 32 such layers.
+numbers in the shapes of `method_shapes.json`. Measured: the layer's projections and norms with the
+adapters minus without them, both inside a loop of one jit. "pool" is a tenant of every method at
+once, and "LoRA pool" as many of LoRA. Predicted: the byte model with this machine's constants,
+measured in the same run; nothing is fitted. A token passes 32 such layers. `method_table.py` makes
+a table of the results.
 """
 
 import argparse
@@ -14,19 +15,24 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import scute_jax as sj
-from benchmarks.kernels.layer import GROUPS
 from scute_jax.apply import SiteParams, apply_fused
-from scute_jax.byte_model import byte_cost, fused
+from scute_jax.apply_norm import apply_norm
+from scute_jax.bench.layer import LLAMA_8B
+from scute_jax.byte_model import Place, byte_cost, fused
 from scute_jax.calibrate import measure, median_us
+from scute_jax.models.llama import normalised
+from scute_jax.models.params import NORM_SITES
 from scute_jax.normal_form import Blocks, Kronecker, Sparse
 from scute_jax.slots import SiteSlots, pack_site
 
 TENANTS, LOOPS, LAYERS = 16, 40, 32
+GROUPS, HIDDEN = LLAMA_8B.groups, LLAMA_8B.hidden
 MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -55,22 +61,28 @@ def main() -> None:
     alike: dict[str, list[str]] = {}  # methods whose forms have the same shapes cost the same
     for name, shape in methods.items():
         alike.setdefault(json.dumps(shape["sites"]), []).append(name)
-    print(f"{len(methods)} methods of {len(alike)} shapes; us added to a layer:", flush=True)
-    print(f"{'method':12} {'bytes a tenant':>15} {'live':>8} {'predicted':>10} {'measured':>9}")
+    print(f"{len(methods)} methods of {len(alike)} shapes", flush=True)
     pools = [(names, [methods[names[0]]] * TENANTS) for names in alike.values()]
     if not args.only:
         pools += [(["LoRA pool"], [methods["LoRA"]] * len(methods))]
         pools += [(["pool"], list(methods.values()))]
-    with ThreadPoolExecutor(12) as threads:
-        jobs = [threads.submit(prepare, weights, tenants) for _, tenants in pools]
-        plain = {
-            count: microseconds(compiled(weights, {}, count), weights, {}, count)
-            for count in sorted({len(tenants) for _, tenants in pools})
-        }
+
+    def measure_all(jobs, plain) -> None:
+        print(f"{'method':12} {'bytes a tenant':>15} {'live':>8} {'predicted':>10} {'measured':>9}")
+        report["methods"] = []
+        base = {count: microseconds(run, weights, {}, count) for count, run in plain.items()}
         for (names, tenants), job in zip(pools, jobs, strict=True):
-            report["methods"] += measured(names, tenants, methods, machine, plain, weights, job)
+            report["methods"] += measured(names, tenants, methods, machine, base, weights, job)
             if args.out:
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    with ThreadPoolExecutor(12) as threads:
+        jobs = [threads.submit(prepare, weights, tenants) for _, tenants in pools]
+        plain = {n: compiled(weights, {}, n) for n in {len(tenants) for _, tenants in pools}}
+        print("us added to a layer, measured while others are compiled:", flush=True)
+        measure_all(jobs, plain)
+    print("us added to a layer, with nothing beside it:", flush=True)
+    measure_all(jobs, plain)
 
 
 def measured(names, tenants, methods, machine, plain, weights, job) -> list[dict]:
@@ -81,12 +93,13 @@ def measured(names, tenants, methods, machine, plain, weights, job) -> list[dict
     predicted = cost.seconds(machine) * 1e6
     rows = []
     for name in names:
-        shape = methods.get(name, {"bytes": 0, "live": []})
+        shape = methods.get(name, {"bytes": 0, "elsewhere": 0, "live": []})
+        size = LAYERS * shape["bytes"] + shape["elsewhere"]
         row = {"method": name, "tenants": len(tenants), "live": shape["live"]}
-        row |= {"bytes_per_tenant": LAYERS * shape["bytes"], "base_us": base}
+        row |= {"bytes_per_tenant": size, "base_us": base}
         rows.append(row | {"predicted_us": predicted, "measured_us": added})
         print(
-            f"{name:12} {LAYERS * shape['bytes']:15,} {','.join(shape['live']) or '-':>8} "
+            f"{name:12} {size:15,} {','.join(shape['live']) or '-':>8} "
             f"{predicted:10.1f} {added:9.1f}",
             flush=True,
         )
@@ -98,10 +111,11 @@ def most_terms(shape: dict) -> int:
     return max(len(site["terms"]) for site in shape["sites"].values())
 
 
-def base_weights(key: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
-    """The projections of the layer, random."""
+def base_weights(key: jax.Array) -> dict[str, Any]:
+    """The projections of the layer, random, and its norms."""
     keys = iter(jax.random.split(key, 7))
-    return {
+    norms = {site: jnp.ones((HIDDEN,), jnp.bfloat16) for site in NORM_SITES}
+    return norms | {
         group: tuple(
             jax.random.normal(next(keys), (d_in, d_out), jnp.bfloat16) / d_in**0.5 for d_out in outs
         )
@@ -112,17 +126,21 @@ def base_weights(key: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
 def prepare(weights, tenants: list[dict]):
     """The predicted cost of a layer, the pools of its sites, and the compiled loop."""
     key, slots, costs = jax.random.key(1), {}, []
+
+    def site_cost(site: str, d_in: int, d_out: int, place: Place = "projection"):
+        found = [tenant["sites"].get(f"layers.0.{site}") for tenant in tenants]
+        keys = jax.random.split(jax.random.fold_in(key, len(slots)), len(found))
+        forms = [
+            random_form(own, shape, d_in, d_out) if shape else sj.NormalForm()
+            for own, shape in zip(keys, found, strict=True)
+        ]
+        slots[site] = pack_site(forms, d_in, d_out, jnp.bfloat16)
+        return byte_cost(forms, [1] * len(forms), d_in, d_out, place=place)
+
     for group, (d_in, outs) in GROUPS.items():
-        sites = []
-        for module, d_out in zip(MODULES[group], outs, strict=True):
-            forms = []
-            for tenant in tenants:
-                key, own = jax.random.split(key)
-                site = tenant["sites"].get(f"layers.0.{module}")
-                forms.append(random_form(own, site, d_in, d_out) if site else sj.NormalForm())
-            slots[module] = pack_site(forms, d_in, d_out, jnp.bfloat16)
-            sites.append(byte_cost(forms, [1] * len(forms), d_in, d_out))
-        costs.append(fused(sites))
+        modules = zip(MODULES[group], outs, strict=True)
+        costs.append(fused([site_cost(module, d_in, d_out) for module, d_out in modules]))
+    costs += [fused([site_cost(site, HIDDEN, HIDDEN, "norm")]) for site in NORM_SITES]
     return sum(costs[1:], costs[0]), slots, compiled(weights, slots, len(tenants))
 
 
@@ -182,21 +200,25 @@ def compiled(weights, slots, tenants: int):
             params = tuple(SiteParams(W, None, slots.get(m, SiteSlots())) for W, m in sites)
             return apply_fused(params, x, seg)
 
+        def norm(site, x):
+            own = slots.get(site, SiteSlots())
+            return apply_norm(normalised(x, 1e-5), weights[site], own, seg).astype(jnp.bfloat16)
+
         def layer(_, x):
-            q, k, v = apply("qkv", x)
+            q, k, v = apply("qkv", norm("input_layernorm", x))
             (o,) = apply("o", q + jnp.sum(k + v).astype(q.dtype))
-            gate, up = apply("gate_up", o)
+            gate, up = apply("gate_up", norm("post_attention_layernorm", o))
             (down,) = apply("down", gate * up)
-            return (down / (1e-3 + jnp.abs(down).max())).astype(x.dtype)
+            return down
 
         return jax.lax.fori_loop(0, LOOPS, layer, x)
 
-    x = jnp.ones((tenants, GROUPS["qkv"][0]), jnp.bfloat16)
+    x = jnp.ones((tenants, HIDDEN), jnp.bfloat16)
     return jax.jit(run).lower(weights, slots, x).compile()
 
 
 def microseconds(run, weights, slots, tenants: int) -> float:
-    x = jnp.ones((tenants, GROUPS["qkv"][0]), jnp.bfloat16)
+    x = jnp.ones((tenants, HIDDEN), jnp.bfloat16)
     return median_us(run, weights, slots, x, repeats=7, per_call=LOOPS)[0]
 
 

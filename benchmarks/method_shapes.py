@@ -70,8 +70,13 @@ def one(twin, loaded, name, peft_config, scale, scratch: Path) -> dict:
     config, params = loaded
     adapter = for_llama(sj.load_peft(folder, config, params=params))
     forms = adapter.sites
+    in_layer, elsewhere = (
+        {s: f for s, f in forms.items() if s.startswith("layers.") == here}
+        for here in (True, False)
+    )
     return {
-        "bytes": sum(map(own_bytes, forms.values())),
+        "bytes": sum(map(own_bytes, in_layer.values())),
+        "elsewhere": sum(map(own_bytes, elsewhere.values())),  # once for the whole model
         "live": sorted({slot for form in forms.values() for slot in form.live}),
         "sites": {site: shape_of(form) for site, form in forms.items()},
     }
