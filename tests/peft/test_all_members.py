@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from boft_extension import with_extension  # noqa: F401
 from members import (
     CONFIGS_OF,
     ELSEWHERE,
@@ -13,7 +14,6 @@ from members import (
     save_member,
 )
 from peft_oracle import layer_output, load_with_peft
-from test_boft import BlockDiagonal
 from test_miss import as_bone
 from tiny_checkpoints import CONFIGS, base_output, random_params, write
 
@@ -26,16 +26,8 @@ SITE, ROWS, TOLERANCE = MODULE.removeprefix("model."), 4, 1e-4
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def with_extension():
-    """PEFT's CUDA extension, without which it makes a BOFT of one factor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: BlockDiagonal)
-        yield
-
-
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory, with_extension):
+def batch(tmp_path_factory):
     """Name -> (normal form, rows of x, what PEFT makes of them), the base among them."""
     rng, root, params = np.random.default_rng(5), tmp_path_factory.mktemp("members"), {}
     params = random_params(BASE)

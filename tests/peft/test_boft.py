@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from boft_extension import BlockDiagonal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft_oracle import compare, peft, quiet, save_adapter, serve, torch
+from peft_oracle import compare, peft, quiet, save_adapter, serve
 from test_peft_names import MODULES
 from tiny_checkpoints import CONFIGS, projections, random_params, write
 
@@ -25,14 +26,6 @@ def without_extension(monkeypatch: pytest.MonkeyPatch):
     from peft.tuners.boft import layer
 
     monkeypatch.setattr(layer, "get_fbd_cuda", lambda: None)
-
-
-class BlockDiagonal:
-    """The forward of peft/tuners/boft/fbd: [z, n, k, k] to the diagonals of [z, n k, n k]."""
-
-    @staticmethod
-    def forward(blocks):
-        return [torch.stack([torch.block_diag(*factor) for factor in blocks])]
 
 
 def make(**fields) -> peft.BOFTConfig:

@@ -1,6 +1,7 @@
 """A tiny base and amplified adapters of every method that the engine's tests serve.
 
-`build(folder)` writes what PEFT writes; `peft_logprobs` says what PEFT makes of a sequence.
+`build(folder)` writes what PEFT writes; `next_logprobs` and `greedy` say what a model of torch
+makes of a sequence, and `check_scores` holds a completion to it.
 """
 
 import warnings
@@ -11,7 +12,11 @@ import torch
 from peft import IA3Config, LoraConfig, OFTConfig, VeraConfig
 from peft_oracle import base_model, load_with_peft, save_adapter
 
+from scute_jax.serving import Completion
+
 BASE = "biased"
+SHARE = 1e-4  # of the adapter's own effect on the log-probabilities, in float32
+BASE_ERROR = 1e-5
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERY = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
@@ -76,6 +81,28 @@ def next_logprobs(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         scores = torch.log_softmax(model(tokens).logits[0].double(), -1)
     return scores[torch.arange(len(ids) - 1), tokens[0, 1:]].numpy()
+
+
+def check_scores(
+    completion: Completion,
+    expected: np.ndarray,
+    plain: np.ndarray | None,
+    amplified: float,
+    since: tuple[int, ...] = (0,),
+) -> None:
+    """Asserts that a completion has these log-probabilities, in the mean over its tokens.
+
+    `plain` are those of the base, None if the completion is the base's own; the adapter has to
+    change them by more than `amplified`. Tokens from each place in `since` on are held, too.
+    """
+    assert completion.error is None
+    gaps = np.abs(np.array([*completion.prompt_logprobs[1:], *completion.logprobs]) - expected)
+    effect = None if plain is None else np.abs(expected - plain).mean()
+    assert effect is None or effect > amplified, f"{completion.adapter} is not amplified"
+    bound = BASE_ERROR if effect is None else SHARE * effect
+    for first in since:
+        error = gaps[first:].mean()
+        assert error <= bound, f"{completion.adapter}: {error:.1e} of an effect of {effect}"
 
 
 def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the oracle is the PEFT library, which needs torch")
 
 import tenants  # noqa: E402
+from boft_extension import with_extension  # noqa: E402, F401
 from engines import make_engine  # noqa: E402
 from members import (  # noqa: E402
     CONFIGS_OF,
@@ -20,8 +21,7 @@ from members import (  # noqa: E402
     save_member,
 )
 from peft_oracle import base_model, load_with_peft  # noqa: E402
-from test_boft import BlockDiagonal  # noqa: E402
-from test_exactness import BASE_ERROR, SHARE, prompt  # noqa: E402
+from test_exactness import prompt  # noqa: E402
 from tiny_checkpoints import CONFIGS, random_params  # noqa: E402
 
 from scute_jax.serving import Request, SamplingParams  # noqa: E402
@@ -34,16 +34,8 @@ NAMES = [*CONFIGS_OF, *ELSEWHERE]
 SCALES = {"DEFT": 0.1, "HRA": 0.1, "POLY": 1.0, "WAVEFT": 0.1}  # how much numbers are moved
 
 
-@pytest.fixture(scope="module", autouse=True)
-def with_extension():
-    """PEFT's CUDA extension, without which it makes a BOFT of one factor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: BlockDiagonal)
-        yield
-
-
 @pytest.fixture(scope="module")
-def scored(tmp_path_factory, with_extension):
+def scored(tmp_path_factory):
     """Name -> its folder, request and completion."""
     root, rng = tmp_path_factory.mktemp("every"), np.random.default_rng(0)
     base_model(BASE).save_pretrained(root / "base")
@@ -67,17 +59,10 @@ def scored(tmp_path_factory, with_extension):
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_log_probabilities_are_those_of_peft(name, scored):
     folder, request, completion = scored[name]
-    assert completion.error is None
     base = base_model(BASE)
     model = base if name is None else load_with_peft(folder, BASE)
     prepare_member(name, model)
     ids = [*request.prompt_token_ids, *completion.token_ids]
     expected = tenants.next_logprobs(model, ids)
-    ours = np.array([*completion.prompt_logprobs[1:], *completion.logprobs])
-    error = np.abs(ours - expected).mean()
-    if name is None:
-        assert error <= BASE_ERROR
-        return
-    effect = np.abs(expected - tenants.next_logprobs(base, ids)).mean()
-    assert effect > 0.02, "the adapter is not amplified"
-    assert error <= SHARE * effect, f"error {error:.1e} of an effect of {effect:.1e}"
+    plain = None if name is None else tenants.next_logprobs(base, ids)
+    tenants.check_scores(completion, expected, plain, amplified=0.02)

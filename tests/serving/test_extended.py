@@ -13,11 +13,11 @@ pytest.importorskip("torch", reason="the oracle is the PEFT library, which needs
 
 import tenants  # noqa: E402
 import torch  # noqa: E402
+from boft_extension import with_extension  # noqa: E402, F401
 from engines import make_engine  # noqa: E402
 from peft import BOFTConfig, LoraConfig, RandLoraConfig, RoadConfig, ShiraConfig, WaveFTConfig  # noqa: E402
 from peft_oracle import base_model, save_adapter  # noqa: E402
-from test_boft import BlockDiagonal  # noqa: E402
-from test_exactness import BASE_ERROR, SHARE, prompt  # noqa: E402
+from test_exactness import prompt  # noqa: E402
 
 from scute_jax.serving import Request, SamplingParams  # noqa: E402
 
@@ -46,16 +46,8 @@ def recipes() -> dict:
         }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def with_extension():
-    """PEFT's CUDA extension, without which it makes a BOFT of one factor."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peft.tuners.boft.layer.get_fbd_cuda", lambda: BlockDiagonal)
-        yield
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, with_extension):
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("extended")
     base_model(tenants.BASE).save_pretrained(root / "base")
     for seed, (name, (config, scale)) in enumerate(recipes().items()):
@@ -84,17 +76,10 @@ def test_log_probabilities_and_text_are_those_of_peft(name, scored, folders):
     base = tenants.oracle(None)
     model = base if name is None else tenants.oracle(folders[name])
     for request, completion in (pair for pair in scored if pair[0].adapter == name):
-        assert completion.error is None
         ids = [*request.prompt_token_ids, *completion.token_ids]
+        plain = None if name is None else tenants.next_logprobs(base, ids)
         expected = tenants.next_logprobs(model, ids)
-        ours = np.array([*completion.prompt_logprobs[1:], *completion.logprobs])
-        error = np.abs(ours - expected).mean()
-        if name is None:
-            assert error <= BASE_ERROR
-        else:
-            effect = np.abs(expected - tenants.next_logprobs(base, ids)).mean()
-            assert effect > 0.1, "the adapter is not amplified"
-            assert error <= SHARE * effect
+        tenants.check_scores(completion, expected, plain, amplified=0.1)
         greedy = tenants.greedy(model, list(request.prompt_token_ids), 5)
         assert list(completion.token_ids) == greedy
 
