@@ -8,6 +8,8 @@ dtype of the activations is an error relative to what the adapter does, not to 1
 Axes: K = slots, n = entries of a pool, page = ranks in one page, w = pages an adapter may have.
 """
 
+from collections.abc import Sequence
+
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -24,6 +26,11 @@ class LowRank:
     B: Float[Array, "n page d_out"]
     table: Int[Array, "K w"]
     rank: Int[Array, "K"]
+
+
+def most_ranks(factors: Sequence[LowRank | None]) -> int:
+    """The most ranks that an adapter has room for in any of the factors."""
+    return max((f.table.shape[1] * f.A.shape[1] for f in factors if f is not None), default=0)
 
 
 @struct.dataclass

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from scute_jax.kernels.pools import Shared
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.tuning import tuned
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def shared_factors(
     interpret: bool = False,
 ) -> Float[Array, "t d_out"]:
     """As the reference."""
-    tile = tile or SharedTile()
+    tile = tile or tuned(SharedTile, rows=x.shape[0], rank=shared.d.shape[1])
     t, d_in = x.shape
     size = min(tile.rows, max(MIN_SIDE, power_of_two(t)))
     blocks, num_pairs = pl.cdiv(t, size), shared.pairs.rank.shape[0]

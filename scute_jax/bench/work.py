@@ -6,10 +6,10 @@ activations are carried through the loop, so that nothing is hoisted out of it o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
 from scute_jax.bench import layer as pools
 from scute_jax.bench.layer import Load
@@ -59,12 +59,11 @@ class Op:
 
 def update_work(load: Load, effort: Effort, op: Op = Op(), s: bool = False) -> Work:  # noqa: B008
     """Shrink and expand of all four groups; with `s`, the expand scales h as well."""
-    nbytes = load.factor_bytes() + load.h_bytes() + load.x_bytes()
-    groups, stack = load.layer.groups, _factors(load, _count(load.factor_bytes(), effort), s)
+    state, stack = _update_arrays(load, _count(load.factor_bytes(), effort), s)
+    nbytes = load.factor_bytes() + load.h_bytes() + load.x_bytes() + _scale_bytes(load, s)
     tiles = load.segments().tiles
 
-    def one(h, x, layer):
-        parts, scale = layer
+    def one(h, x, parts, scale):
         none = (None,) * len(parts)
         if not op.tiles:
             return segmented_update(h, x, parts, scale, none, tiles, implementation=op.how)
@@ -74,19 +73,17 @@ def update_work(load: Load, effort: Effort, op: Op = Op(), s: bool = False) -> W
 
     def whole(state, layer):
         xs, hs = state
-        return xs, {name: one(hs[name], xs[name], layer[name]) for name in groups}
+        return xs, {name: one(hs[name], xs[name], *layer[name]) for name in hs}
 
-    state = _inputs(load), _outputs(load)
-    return _looped(whole, state, stack, nbytes + _scale_bytes(load, s), effort)
+    return _looped(whole, state, stack, nbytes, effort)
 
 
 def expand_work(load: Load, effort: Effort, s: bool = False) -> Work:
     """The expand alone, by its twin. Its bytes: h read and written, B, and x A in float32."""
-    stack = _factors(load, _count(load.factor_bytes(), effort), s)
+    (xs, hs), stack = _update_arrays(load, _count(load.factor_bytes(), effort), s)
     tiles, interpret = load.segments().tiles, Op().interpret
-    outs = sum(d_out for _, d_out in load.layer.sites)
-    low_bytes = 4 * load.rows * max(load.ranks) * len(load.layer.sites)
-    nbytes = load.h_bytes() + 2 * sum(load.ranks) * outs + low_bytes
+    outs = [d_out for _, d_out in load.layer.sites]
+    own = 2 * sum(load.ranks) * sum(outs) + 4 * load.rows * max(load.ranks) * len(outs)
 
     @jax.jit
     def lows(xs, layer):
@@ -95,29 +92,23 @@ def expand_work(load: Load, effort: Effort, s: bool = False) -> Work:
             for name, x in xs.items()
         }
 
-    def one(h, low, layer):
-        parts, scale = layer
+    def one(h, low, parts, scale):
         none = (None,) * len(parts)
         return segmented_expand(h, low, parts, scale, none, tiles, interpret=interpret)
 
     def whole(state, layer):
         low, hs = state
-        return low, {name: one(hs[name], low[name], layer[name]) for name in hs}
+        return low, {name: one(hs[name], low[name], *layer[name]) for name in hs}
 
-    state = lows(_inputs(load), stack[0]), _outputs(load)
-    return _looped(whole, state, stack, nbytes + _scale_bytes(load, s), effort)
+    nbytes = load.h_bytes() + own + _scale_bytes(load, s)
+    return _looped(whole, (lows(xs, stack[0]), hs), stack, nbytes, effort)
 
 
 def rotate_work(load: Load, block: int, effort: Effort, op: Op = Op()) -> Work:  # noqa: B008
     """The input transform of every projection, each with rows and rotations of its own."""
-    widths = [d_in for d_in, _ in load.layer.sites]
-    own = 2 * load.adapters * block * sum(widths)
-    seg = load.segments()
-    keys = iter(jax.random.split(jax.random.key(0), 8 * len(widths)))
-    stack = [
-        [pools.rotation(next(keys), load.adapters, d, block) for d in widths]
-        for _ in range(_count(own, effort))
-    ]
+    widths = sum(d_in for d_in, _ in load.layer.sites)
+    own, seg = 2 * load.adapters * block * widths, load.segments()
+    state, stack = _rotate_arrays(load, block, _count(own, effort))
 
     def one(x, R):
         if not op.tiles:
@@ -127,8 +118,7 @@ def rotate_work(load: Load, block: int, effort: Effort, op: Op = Op()) -> Work: 
     def whole(xs, layer):
         return [one(x, R) for x, R in zip(xs, layer, strict=True)]
 
-    state = pools.activations(jax.random.key(1), load.rows, widths)
-    return _looped(whole, state, stack, own + 4 * load.rows * sum(widths), effort)
+    return _looped(whole, state, stack, own + 4 * load.rows * widths, effort)
 
 
 def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B008
@@ -137,12 +127,8 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
     pair = 2 * rank * sum(map(sum, sites))
     vectors = 2 * load.adapters * sum(rank + d_out for _, d_out in sites)
     nbytes = pair + vectors + load.h_bytes() + 2 * load.rows * sum(d_in for d_in, _ in sites)
+    state, stack = _shared_arrays(load, _count(pair, effort))
     slot = load.segments().slot
-    keys = iter(jax.random.split(jax.random.key(0), 8 * len(sites)))
-    stack = [
-        [pools.shared(next(keys), load.adapters, rank, *site) for site in sites]
-        for _ in range(_count(pair, effort))
-    ]
 
     def one(h, x, shared):
         if not op.tiles:
@@ -153,9 +139,6 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
         xs, hs = state
         return xs, [one(h, x, pool) for h, x, pool in zip(hs, xs, layer, strict=True)]
 
-    widths = zip(*sites, strict=True)
-    keys = jax.random.split(jax.random.key(1))
-    state = tuple(pools.activations(k, load.rows, d) for k, d in zip(keys, widths, strict=True))
     return _looped(whole, state, stack, nbytes, effort)
 
 
@@ -180,32 +163,53 @@ def _looped(whole: Callable, state: Any, stack: Sequence, nbytes: int, effort: E
     return Work(step, (state, stack), loops * len(stack), nbytes)
 
 
-def _factors(load: Load, count: int, s: bool) -> list[dict[str, tuple[tuple, tuple]]]:
-    """For each layer and group, factors and (or None) scales of its projections."""
-    keys = iter(jax.random.split(jax.random.key(0), 16 * count))
+def _scale_bytes(load: Load, s: bool) -> int:
+    return 2 * s * load.adapters * sum(d_out for _, d_out in load.layer.sites)
+
+
+# Works of one load share their arrays: of a search, the candidates; of a comparison, both sides.
+
+
+@lru_cache(maxsize=2)
+def _update_arrays(load: Load, count: int, s: bool) -> tuple[tuple, list]:
+    """x and h of each group; for each layer and group, the factors and scales (or None)."""
+    groups = load.layer.groups
+    keys = iter(jax.random.split(jax.random.key(0), 16 * (count + 1)))
 
     def group(d_in: int, outs: Sequence[int]) -> tuple[tuple, tuple]:
         parts = tuple(pools.factors(next(keys), load.ranks, d_in, d) for d in outs)
         scale = tuple(pools.vectors(next(keys), load.adapters, d) if s else None for d in outs)
         return parts, scale
 
-    groups = load.layer.groups
-    return [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
-
-
-def _scale_bytes(load: Load, s: bool) -> int:
-    return 2 * s * load.adapters * sum(d_out for _, d_out in load.layer.sites)
-
-
-def _inputs(load: Load) -> dict[str, Array]:
-    widths = [d_in for d_in, _ in load.layer.groups.values()]
-    found = pools.activations(jax.random.key(1), load.rows, widths)
-    return dict(zip(load.layer.groups, found, strict=True))
-
-
-def _outputs(load: Load) -> dict[str, tuple[Array, ...]]:
-    keys = jax.random.split(jax.random.key(2), len(load.layer.groups))
-    return {
-        name: tuple(pools.activations(key, load.rows, outs))
-        for key, (name, (_, outs)) in zip(keys, load.layer.groups.items(), strict=True)
+    xs = pools.activations(next(keys), load.rows, [d_in for d_in, _ in groups.values()])
+    hs = {
+        name: tuple(pools.activations(next(keys), load.rows, outs))
+        for name, (_, outs) in groups.items()
     }
+    stack = [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
+    return (dict(zip(groups, xs, strict=True)), hs), stack
+
+
+@lru_cache(maxsize=1)
+def _rotate_arrays(load: Load, block: int, count: int) -> tuple[list, list]:
+    widths = [d_in for d_in, _ in load.layer.sites]
+    keys = iter(jax.random.split(jax.random.key(0), len(widths) * (count + 1)))
+    state = pools.activations(next(keys), load.rows, widths)
+    stack = [
+        [pools.rotation(next(keys), load.adapters, d, block) for d in widths] for _ in range(count)
+    ]
+    return state, stack
+
+
+@lru_cache(maxsize=2)
+def _shared_arrays(load: Load, count: int) -> tuple[tuple, list]:
+    sites, rank = load.layer.sites, load.ranks[0]
+    keys = iter(jax.random.split(jax.random.key(0), len(sites) * (count + 1)))
+    state = tuple(
+        pools.activations(next(keys), load.rows, widths) for widths in zip(*sites, strict=True)
+    )
+    stack = [
+        [pools.shared(next(keys), load.adapters, rank, *site) for site in sites]
+        for _ in range(count)
+    ]
+    return state, stack

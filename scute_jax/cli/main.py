@@ -4,9 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scute_jax.cli import convert, demo, generate, inspect
+from scute_jax.cli import bench, convert, demo, generate, inspect
 
-COMMANDS = {"generate": generate, "inspect": inspect, "convert": convert, "demo": demo}
+COMMANDS = {
+    "generate": generate,
+    "inspect": inspect,
+    "convert": convert,
+    "bench": bench,
+    "demo": demo,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
