@@ -18,6 +18,7 @@ from scute_jax.kernels.pools import Rotation, Vectors
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.tuning import tuned
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def block_rotate(
     interpret: bool = False,
 ) -> Float[Array, "t d_in"]:
     """As the reference."""
-    tile = tile or RotateTile()
+    tile = tile or tuned(RotateTile, rows=x.shape[0], block=rotation.values.shape[-1])
     m = rotation.values.shape[-1]
     blocks = max(1, tile.columns // m)  # of R in one program
     ordered = rotation.order is not None
@@ -59,7 +60,7 @@ def scale_input(
     interpret: bool = False,
 ) -> Float[Array, "t d_in"]:
     """As the reference."""
-    tile = tile or RotateTile()
+    tile = tile or tuned(RotateTile, rows=x.shape[0], block=1)
     kernel = partial(_scale_kernel, _sizes(tiles), tile.columns)
     pool = (scale.values, scale.row)
     return _launch(kernel, "scale_input", tile.columns, x, pool, tiles, slot, tile, interpret)
@@ -94,6 +95,10 @@ def _copy_rows(first, block, copy_rows, columns, has_ref, x_ref, out_ref):
     here = mine[:, None] & ((c < x_ref.shape[1]) & (jnp.arange(len(c)) < columns))[None, :]
     at = (row[:, None], c[None, :])
     plgpu.store(out_ref.at[at], plgpu.load(x_ref.at[at], mask=here, other=0.0), mask=here)
+
+
+def _wide(values):
+    return values.astype(jnp.float32)
 
 
 def _rotate_kernel(
@@ -151,7 +156,8 @@ def _rotate_kernel(
                     mask=inside[:, None] & inside[None, :],
                     other=0.0,
                 )
-                turned = xs.astype(jnp.float32) + plgpu.dot(xs, R, precision=precision(xs.dtype))
+                left, right = (xs, R) if xs.dtype == R.dtype else (_wide(xs), _wide(R))
+                turned = _wide(xs) + plgpu.dot(left, right, precision=precision(left.dtype))
                 plgpu.store(out_ref.at[at], turned.astype(out_ref.dtype), mask=here)
 
             jax.lax.fori_loop(0, blocks, turn, None)

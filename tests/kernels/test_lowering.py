@@ -1,0 +1,110 @@
+"""Every Pallas kernel is lowered for an NVIDIA GPU, in all dtypes of which serving mixes it.
+
+No GPU is needed. Interpreted kernels, as a CPU runs them, accept products of mixed dtypes and
+blocks of any side; compiled ones do not, and this is where that shows.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from scute_jax.kernels.block_rotate import pallas_triton as rotate
+from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
+from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors, at_tiles
+from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
+from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
+from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
+from scute_jax.kernels.tiles import make_tiles
+
+T, D, K = 24, 96, 3  # rows, width of x and h, adapters
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+# The dtype of the pools and of x, and that of h: half-precision products are taken in float32.
+MIXES = [("float32", "float32")]
+MIXES += [(half, h) for half in ("bfloat16", "float16") for h in (half, "float32")]
+
+
+def zeros(dtype, *shape):
+    return jnp.zeros(shape, dtype)
+
+
+def low_rank(dtype, d_in=D, d_out=D):
+    table, rank = zeros("int32", K, 2), zeros("int32", K)
+    return LowRank(zeros(dtype, 6, 16, d_in), zeros(dtype, 6, 16, d_out), table, rank)
+
+
+def vectors(dtype):
+    return Vectors(zeros(dtype, 2, D), zeros("int32", K))
+
+
+def rotation(dtype, m, ordered):
+    order = jnp.arange(D, dtype=jnp.int32) if ordered else None
+    return Rotation(zeros(dtype, 2, D // m, m, m), zeros("int32", K), order)
+
+
+def batch(dtype, h_dtype, size=16):
+    slot = zeros("int32", T)
+    return zeros(dtype, T, D), zeros(h_dtype, T, D), slot, make_tiles(slot, K, size)
+
+
+def lowers(twin, *args):
+    """The twin becomes code for a GPU."""
+    with use_abstract_mesh(AbstractMesh((1,), ("one",), abstract_device=H200)):
+        traced = jax.jit(lambda *a: twin(*a)).trace(*args)
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+mixes = pytest.mark.parametrize("dtype, h_dtype", MIXES)
+tile_sizes = pytest.mark.parametrize("size", [1, 16])
+
+
+@mixes
+@tile_sizes
+@pytest.mark.parametrize("m", [2, 3, 4, 12, 32])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rotations(dtype, h_dtype, size, m, ordered):
+    _, h, slot, tiles = batch(dtype, h_dtype, size)
+    lowers(rotate.block_rotate, h, rotation(dtype, m, ordered), tiles, slot)
+
+
+@mixes
+@tile_sizes
+def test_scaled_inputs(dtype, h_dtype, size):
+    _, h, slot, tiles = batch(dtype, h_dtype, size)
+    lowers(rotate.scale_input, h, vectors(dtype), tiles, slot)
+
+
+@mixes
+@tile_sizes
+def test_the_segmented_update(dtype, h_dtype, size):
+    x, h, _, tiles = batch(dtype, h_dtype, size)
+    factors = (low_rank(dtype), None, low_rank(dtype))
+
+    def twin(h, x, factors, scale, shift):
+        factors, scale, shift = (
+            tuple(at_tiles(p, tiles.slot) for p in own) for own in (factors, scale, shift)
+        )
+        low = segmented_shrink(x, factors, tiles)
+        return segmented_expand(h, low, factors, scale, shift, tiles)
+
+    riding = (vectors(dtype), vectors(dtype), None)
+    lowers(twin, (h, h, h), x, factors, riding, riding)
+
+
+@mixes
+@pytest.mark.parametrize("with_u", [False, True])
+def test_shared_factors(dtype, h_dtype, with_u):
+    x, h, slot, _ = batch(dtype, h_dtype)
+    row = zeros("int32", K, 2)
+    vector = zeros(dtype, 4, D)
+    u = vector if with_u else None
+    shared = Shared(low_rank(dtype), zeros(dtype, 4, 32), vector, u, row, row)
+    lowers(shared_factors, h, x, shared, slot)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1, 32])
+def test_attention(dtype, size):
+    q, pages = zeros(dtype, 3, size, 6, 64), zeros(dtype, 8, 2, 16, 64)
+    table, start, rows = zeros("int32", 3, 4), zeros("int32", 3), zeros("int32", 3)
+    lowers(paged_attention, q, pages, pages, table, start, rows)
