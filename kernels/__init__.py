@@ -13,6 +13,7 @@ from scute_jax.kernels.pools import (
     SparseEntries,
     TokenTable,
     Vectors,
+    at_tiles,
 )
 from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
@@ -30,6 +31,7 @@ __all__ = [
     "Tiles",
     "TokenTable",
     "Vectors",
+    "at_tiles",
     "block_rotate",
     "embedding_update",
     "kronecker_update",

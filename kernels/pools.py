@@ -9,7 +9,10 @@ Axes: K = slots, n = entries of a pool, page = ranks in one page, w = pages an a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -20,12 +23,14 @@ class LowRank:
 
     Row q of page table[k, p] holds rank p * page + q of adapter k, of A and of B.
     Invariants: rank[k] <= w * page; ranks from rank[k] on are undefined and never used.
+    With `by_tile`, K counts the tiles of a batch: the tables are looked up, see `at_tiles`.
     """
 
     A: Float[Array, "n page d_in"]
     B: Float[Array, "n page d_out"]
     table: Int[Array, "K w"]
     rank: Int[Array, "K"]
+    by_tile: bool = struct.field(pytree_node=False, default=False)
 
 
 def most_ranks(factors: Sequence[LowRank | None]) -> int:
@@ -39,6 +44,23 @@ class Vectors:
 
     values: Float[Array, "n d"]
     row: Int[Array, "K"]
+    by_tile: bool = struct.field(pytree_node=False, default=False)  # as in LowRank
+
+
+Pool = TypeVar("Pool", LowRank, Vectors)
+
+
+def at_tiles(pool: Pool | None, slot: Int[Array, "n"]) -> Pool | None:
+    """The pool with tables for the tiles of a batch, which belong to these slots.
+
+    A kernel that looks up the tile's slot first, then its entry, waits for memory twice; and what
+    is looked up holds for all steps of the same batch.
+    """
+    if pool is None or pool.by_tile:
+        return pool
+    tables = ("table", "rank") if isinstance(pool, LowRank) else ("row",)
+    found = {name: jnp.take(getattr(pool, name), slot, axis=0, mode="clip") for name in tables}
+    return replace(pool, by_tile=True, **found)
 
 
 @struct.dataclass

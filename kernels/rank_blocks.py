@@ -37,25 +37,26 @@ class Block:
 
 
 class RankBlocks:
-    """The ranks of the adapter in `slot`, in blocks of `size`."""
+    """The ranks of the adapter of a tile, in blocks of `size`. The tables are at tiles."""
 
-    def __init__(self, table_ref, rank_ref, slot, page: int, size: int):
-        self.table_ref, self.slot, self.page_size, self.size = table_ref, slot, page, size
+    def __init__(self, table_ref, rank_ref, tile, page: int, size: int):
+        self.table_ref, self.tile, self.page_size, self.size = table_ref, tile, page, size
         self.one = table_ref.shape[1] * page <= size
-        # Both loads depend on the slot alone. Where one block is all, neither waits for the other.
-        self.rank = rank_ref[slot]
+        # Where one block is all, neither load waits for the other.
+        self.rank = rank_ref[tile]
         self._pages = self._load_pages(self._numbers(0)) if self.one else None
 
     def fold(self, step: Callable[[Block, T], T], carry: T) -> T:
         """`step` over the blocks that the adapter has; its rank must not be 0."""
         if self.one:
-            return step(self._block(self._numbers(0), self._pages), carry)
+            return step(self.block(0), carry)
+        blocks = pl.cdiv(self.rank, self.size)
+        return jax.lax.fori_loop(0, blocks, lambda b, carry: step(self.block(b), carry), carry)
 
-        def body(b, carry):
-            ranks = self._numbers(b)
-            return step(self._block(ranks, self._load_pages(ranks)), carry)
-
-        return jax.lax.fori_loop(0, pl.cdiv(self.rank, self.size), body, carry)
+    def block(self, b) -> Block:
+        """Block b, of which the adapter may have no rank."""
+        ranks = self._numbers(b)
+        return self._block(ranks, self._pages if self.one else self._load_pages(ranks))
 
     def _numbers(self, b):
         return b * self.size + jnp.arange(self.size)
@@ -63,7 +64,7 @@ class RankBlocks:
     def _load_pages(self, ranks):
         page = ranks // self.page_size
         there = page < self.table_ref.shape[1]
-        return plgpu.load(self.table_ref.at[self.slot, page], mask=there, other=0)
+        return plgpu.load(self.table_ref.at[self.tile, page], mask=there, other=0)
 
     def _block(self, ranks, pages) -> Block:
         return Block(ranks, ranks < self.rank, pages, ranks % self.page_size)

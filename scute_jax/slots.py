@@ -1,6 +1,7 @@
 """The slots of all adapters at one site, packed into the pools that the kernels read."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from scute_jax.kernels import (
     SparseEntries,
     TokenTable,
     Vectors,
+    at_tiles,
 )
+from scute_jax.kernels.tiles import Tiles
 from scute_jax.normal_form import Kronecker, NormalForm
 
 PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
@@ -83,6 +86,13 @@ def narrow(slots: SiteSlots, kinds: frozenset[str]) -> SiteSlots:
         kronecker=tuple(k for k in slots.kronecker if k.kind in kinds),
         tokens=keep("tokens", slots.tokens),
     )
+
+
+def looked_up(slots: SiteSlots, tiles: Tiles) -> SiteSlots:
+    """The slots with the tables of the segmented update at the tiles of a batch: once for all steps
+    in which the batch stays the same."""
+    riding = {part: getattr(slots, part) for part in ("factors", "scale", "shift")}
+    return replace(slots, **{part: at_tiles(pool, tiles.slot) for part, pool in riding.items()})
 
 
 def pack_site(

@@ -21,6 +21,7 @@ from scute_jax.models.llama import Batch, Slots, forward, logits
 from scute_jax.models.params import LlamaParams
 from scute_jax.segments import block_segments, segments
 from scute_jax.serving.sampling import SamplingRows, TokenScores, greedy, sample, score
+from scute_jax.slots import looked_up
 
 
 @struct.dataclass
@@ -138,6 +139,7 @@ def decode(
     num_rows = rows.token.shape[0]
     rows = _continue(rows, plan.source)
     seg = segments(plan.slot, num_slots, presorted=True)
+    slots = {site: looked_up(own, seg.tiles) for site, own in slots.items()}
     how = implementation
 
     def step(carry, _):

@@ -6,7 +6,7 @@ So the shrink is a look-up in A instead of a product.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.pools import LowRank, Vectors
+from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
 from scute_jax.kernels.segmented_expand import reference as expand
 from scute_jax.kernels.tiles import Tiles
 
@@ -23,12 +23,13 @@ def embedding_update(
 
     Dtypes: as those of the segmented expand.
     """
+    factors, scale, shift = (at_tiles(p, tiles.slot) for p in (factors, scale, shift))
     low = None
     if factors is not None:
         index, _ = tiles.row_index(h.shape[0])
         tokens = jnp.take(token, index, mode="clip")[:, :, None, None]  # [n, size, 1, 1]
         page, vocab = factors.A.shape[1:]
-        table = factors.table[tiles.slot][:, None, :, None]  # [n, 1, w, 1]
+        table = factors.table[:, None, :, None]  # [n, 1, w, 1]
         rank = jnp.arange(page, dtype=jnp.int32)[None, None, None, :]
         low = factors.A[table, rank, jnp.minimum(tokens, vocab - 1)]
         low = jnp.where(tokens < vocab, low, 0).astype(jnp.float32)

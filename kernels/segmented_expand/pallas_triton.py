@@ -64,7 +64,7 @@ def segmented_expand(
     size = max(MIN_SIDE, power_of_two(tiles.size))
     blocks = [factors[s] and block_size(factors[s], tile.block_r) for s in live]
     slices = tuple(zip(accumulate(counts, initial=0), counts, layout, blocks, strict=False))
-    head = (tiles.slot, tiles.start, tiles.rows)
+    head = (tiles.start, tiles.rows)
     outs = pallas_call(
         partial(_kernel, slices, size, block_n),
         name="segmented_expand",
@@ -90,13 +90,13 @@ def _places(layout, first: int) -> list[int]:
     return places
 
 
-def _kernel(slices, size, block_n, slot_ref, start_ref, rows_ref, *refs):
-    """slot, start, rows [n]; per slice h [t, d_out] and what its layout says; the new h per slice.
+def _kernel(slices, size, block_n, start_ref, rows_ref, *refs):
+    """start, rows [n]; per slice h [t, d_out] and what its layout says; the new h per slice.
 
     A slice is (its first block of columns, their number, its layout, ranks in one product).
     """
     i, column = pl.program_id(0), pl.program_id(1)
-    slot, rows, place = slot_ref[i], rows_ref[i], jnp.arange(size)
+    rows, place = rows_ref[i], jnp.arange(size)
     row, held = start_ref[i] + place, place < rows
     places = _places([layout for _, _, layout, _ in slices], 0)
     outs = refs[len(refs) - len(slices) :]
@@ -112,11 +112,11 @@ def _kernel(slices, size, block_n, slot_ref, start_ref, rows_ref, *refs):
             h_ref=h_ref, out_ref=out_ref, lowrank=lowrank, scale=scale, shift=shift, first=first,
             block=block,
         ):  # fmt: skip
-            scale_row = -1 if scale is None else scale[1][slot]
-            shift_row = -1 if shift is None else shift[1][slot]
+            scale_row = -1 if scale is None else scale[1][i]
+            shift_row = -1 if shift is None else shift[1][i]
             adapter = None
             if lowrank is not None:
-                adapter = RankBlocks(lowrank[2], lowrank[3], slot, lowrank[1].shape[1], block)
+                adapter = RankBlocks(lowrank[2], lowrank[3], i, lowrank[1].shape[1], block)
             rank = 0 if adapter is None else adapter.rank
 
             @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))

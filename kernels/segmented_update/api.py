@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from scute_jax.kernels.dispatch import Implementation, Op
-from scute_jax.kernels.pools import LowRank, Vectors
+from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
 from scute_jax.kernels.segmented_expand import pallas_triton as expand_triton
 from scute_jax.kernels.segmented_expand import reference as expand_reference
 from scute_jax.kernels.segmented_shrink import pallas_triton as shrink_triton
@@ -25,11 +25,12 @@ def segmented_update(
 
     A part that is None is the identity for everybody. Rows in no tile, and rows whose adapter has
     nothing at a slice, keep their h. See the references of shrink and expand for the definition.
-    Differentiable in h, x and every pool.
+    Pools may be `at_tiles` already. Differentiable in h, x and every pool.
     """
     if all(part is None for parts in (factors, scale, shift) for part in parts):
         return h
-    return _OP(h, x, factors, scale, shift, tiles, implementation=implementation)
+    parts = (tuple(at_tiles(p, tiles.slot) for p in own) for own in (factors, scale, shift))
+    return _OP(h, x, *parts, tiles, implementation=implementation)
 
 
 def _reference(h, x, factors, scale, shift, tiles):

@@ -13,7 +13,13 @@ import jax
 
 from scute_jax.bench import layer as pools
 from scute_jax.bench.layer import Load
-from scute_jax.kernels import Implementation, block_rotate, segmented_update, shared_factors
+from scute_jax.kernels import (
+    Implementation,
+    at_tiles,
+    block_rotate,
+    segmented_update,
+    shared_factors,
+)
 from scute_jax.kernels.block_rotate.pallas_triton import block_rotate as rotate_twin
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
@@ -172,14 +178,15 @@ def _scale_bytes(load: Load, s: bool) -> int:
 
 @lru_cache(maxsize=2)
 def _update_arrays(load: Load, count: int, s: bool) -> tuple[tuple, list]:
-    """x and h of each group; for each layer and group, the factors and scales (or None)."""
+    """x and h of each group; for each layer and group, factors and scales (or None), at tiles."""
     groups = load.layer.groups
     keys = iter(jax.random.split(jax.random.key(0), 16 * (count + 1)))
+    slot = load.segments().tiles.slot
 
     def group(d_in: int, outs: Sequence[int]) -> tuple[tuple, tuple]:
         parts = tuple(pools.factors(next(keys), load.ranks, d_in, d) for d in outs)
         scale = tuple(pools.vectors(next(keys), load.adapters, d) if s else None for d in outs)
-        return parts, scale
+        return tuple(tuple(at_tiles(p, slot) for p in own) for own in (parts, scale))
 
     xs = pools.activations(next(keys), load.rows, [d_in for d_in, _ in groups.values()])
     hs = {

@@ -13,7 +13,7 @@ import pytest
 
 from scute_jax.bench.layer import factors
 from scute_jax.bench.tune import KINDS
-from scute_jax.kernels import tuning
+from scute_jax.kernels import at_tiles, tuning
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.tiles import make_tiles
 
@@ -89,7 +89,9 @@ def test_a_kernel_asks_the_table_when_it_is_traced(table):
     def shrink(rows):
         slots = jnp.asarray(np.arange(rows) * 2 // rows, jnp.int32)
         x = jnp.ones((rows, 24), jnp.float32)
-        return segmented_shrink(x, pool, make_tiles(slots, 2, 16), interpret=True)
+        tiles = make_tiles(slots, 2, 16)
+        at = (at_tiles(pool[0], tiles.slot),)
+        return segmented_shrink(x, at, tiles, interpret=True)
 
     with pytest.raises(ValueError, match="rows<=16, rank<=16: there is no field 'no_such_field'"):
         shrink(11)
