@@ -1,8 +1,9 @@
 """The input transform on Pallas' Triton backend: one pass over x.
 
-The first programs of the grid take tiles of rows whose adapter has an R and multiply them block by
-block; the others copy, in plain row order, the rows that nobody turns. Each element of x is read
-once and written once.
+The first programs of the grid take tiles of rows whose adapter has an R; the others copy, in plain
+row order, the rows that nobody turns. Blocks as wide as a tensor-core product are multiplied one
+by one. Narrow blocks, which such a product would fill up with zeros, are multiplied element by
+element, for many blocks and few rows at a time; a vector is an R of blocks of one.
 """
 
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from scute_jax.kernels.tuning import tuned
 
 @dataclass(frozen=True)
 class RotateTile:
-    """columns: of x in one program; copy_rows: rows that a copying program takes."""
+    """columns: of x in one program; copy_rows: rows that a copying program takes; narrow_rows:
+    rows at a time where blocks are narrow."""
 
     columns: int = 256
     copy_rows: int = 32
+    narrow_rows: int = 4
     num_warps: int = 4
     num_stages: int = 2
 
@@ -42,12 +45,7 @@ def block_rotate(
 ) -> Float[Array, "t d_in"]:
     """As the reference."""
     tile = tile or tuned(RotateTile, rows=x.shape[0], block=rotation.values.shape[-1])
-    m = rotation.values.shape[-1]
-    blocks = max(1, tile.columns // m)  # of R in one program
-    ordered = rotation.order is not None
-    kernel = partial(_rotate_kernel, _sizes(tiles), m, blocks, ordered)
-    pool = (rotation.values, rotation.row, *((rotation.order,) if ordered else ()))
-    return _launch(kernel, "block_rotate", blocks * m, x, pool, tiles, slot, tile, interpret)
+    return _rotate("block_rotate", x, rotation, tiles, slot, tile, interpret)
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -61,142 +59,122 @@ def scale_input(
 ) -> Float[Array, "t d_in"]:
     """As the reference."""
     tile = tile or tuned(RotateTile, rows=x.shape[0], block=1)
-    kernel = partial(_scale_kernel, _sizes(tiles), tile.columns)
-    pool = (scale.values, scale.row)
-    return _launch(kernel, "scale_input", tile.columns, x, pool, tiles, slot, tile, interpret)
+    rotation = Rotation(scale.values[:, :, None, None], scale.row)
+    return _rotate("scale_input", x, rotation, tiles, slot, tile, interpret)
 
 
-def _sizes(tiles: Tiles) -> tuple[int, int]:
-    return tiles.slot.shape[0], max(MIN_SIDE, power_of_two(tiles.size))
-
-
-def _launch(kernel, name, columns, x, pool, tiles, slot, tile, interpret):
-    rows = min(tile.copy_rows, power_of_two(x.shape[0]))
-    copies = pl.cdiv(x.shape[0], rows)
-    has = (slot >= 0) & (pool[1][jnp.maximum(slot, 0)] >= 0)
+def _rotate(name, x, rotation, tiles, slot, tile, interpret):
+    m, (t, d) = rotation.values.shape[-1], x.shape
+    order = () if rotation.order is None else (rotation.order,)
+    if m < MIN_SIDE:
+        columns = min(power_of_two(tile.columns), power_of_two(d))
+        turn = partial(_turn_narrow, m, min(tile.narrow_rows, power_of_two(tiles.size)), columns)
+    else:
+        blocks = max(1, tile.columns // m)  # of R in one program
+        columns = blocks * m
+        turn = partial(_turn_wide, m, max(MIN_SIDE, power_of_two(tiles.size)), blocks)
+    n, copy_rows = tiles.slot.shape[0], min(tile.copy_rows, power_of_two(t))
     (out,) = pallas_call(
-        partial(kernel, rows),
+        partial(_kernel, n, turn, copy_rows, columns, bool(order)),
         name=name,
-        grid=(tiles.slot.shape[0] + copies, pl.cdiv(x.shape[1], columns)),
+        grid=(n + pl.cdiv(t, copy_rows), pl.cdiv(d, columns)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-    )(tiles.slot, tiles.start, tiles.rows, has.astype(jnp.int32), x, *pool)
+    )(tiles.slot, tiles.start, tiles.rows, slot, x, rotation.values, rotation.row, *order)
     return out
 
 
-def _copy_rows(first, block, copy_rows, columns, has_ref, x_ref, out_ref):
-    """Copies the rows first .. first + copy_rows - 1 that no tile turns."""
-    row = first + jnp.arange(copy_rows)
-    c = block * columns + jnp.arange(power_of_two(columns))
-    inside = row < x_ref.shape[0]
-    mine = inside & (plgpu.load(has_ref.at[row], mask=inside, other=1) == 0)
-    here = mine[:, None] & ((c < x_ref.shape[1]) & (jnp.arange(len(c)) < columns))[None, :]
-    at = (row[:, None], c[None, :])
-    plgpu.store(out_ref.at[at], plgpu.load(x_ref.at[at], mask=here, other=0.0), mask=here)
-
-
-def _wide(values):
-    return values.astype(jnp.float32)
-
-
-def _rotate_kernel(
-    sizes,
-    m,
-    blocks,
-    ordered,
-    copy_rows,
-    slot_ref,
-    start_ref,
-    rows_ref,
-    has_ref,
-    x_ref,
-    R_ref,
-    row_ref,
-    *refs,
-):
-    """slot, start, rows [n]; has [t]; x [t, d_in]; R - I [k, d_in/m, m, m]; row [K];
-    order [d_in] if `ordered`; x R."""
+def _kernel(
+    n, turn, copy_rows, columns, ordered, slot_ref, start_ref, rows_ref, who_ref, x_ref, R_ref,
+    row_ref, *refs,
+):  # fmt: skip
+    """slot, start, rows [n]; the slot of each row [t]; x [t, d_in]; R - I [k, d_in/m, m, m];
+    row [K]; order [d_in] if `ordered`; x R."""
     order_ref, out_ref = refs if ordered else (None, *refs)
-    n, size = sizes
     i, block = pl.program_id(0), pl.program_id(1)
-    side = max(MIN_SIDE, power_of_two(m))
 
     @pl.when(i >= n)
     def _copy():
-        _copy_rows((i - n) * copy_rows, block, copy_rows, blocks * m, has_ref, x_ref, out_ref)
+        row = (i - n) * copy_rows + jnp.arange(copy_rows)
+        inside = row < x_ref.shape[0]
+        who = plgpu.load(who_ref.at[row], mask=inside, other=-1)
+        entry = plgpu.load(row_ref.at[who], mask=who >= 0, other=-1)
+        place = jnp.arange(power_of_two(columns))
+        c = block * columns + place
+        here = (inside & (entry < 0))[:, None] & ((c < x_ref.shape[1]) & (place < columns))[None, :]
+        at = (row[:, None], c[None, :])
+        plgpu.store(out_ref.at[at], plgpu.load(x_ref.at[at], mask=here, other=0.0), mask=here)
 
     @pl.when(i < n)
     def _turn():
         tile = jnp.minimum(i, n - 1)
-        rows = rows_ref[tile]
+        first, rows = start_ref[tile], rows_ref[tile]
         entry = row_ref[slot_ref[tile]]
 
         @pl.when((rows > 0) & (entry >= 0))
         def _work():
-            row = start_ref[tile] + jnp.arange(size)
-            held = jnp.arange(size) < rows
-            q = jnp.arange(side)
-
-            def turn(b, _):
-                j = block * blocks + b
-                inside = (q < m) & (j < R_ref.shape[1])
-                here = held[:, None] & inside[None, :]
-                column = j * m + q
-                if ordered:
-                    # What is masked lies outside: interpreted, a masked store writes back what
-                    # it read, and must not meet a column that this block turns.
-                    named = plgpu.load(order_ref.at[column], mask=inside, other=0)
-                    column = jnp.where(inside, named, x_ref.shape[1] + q)
-                at = (row[:, None], column[None, :])
-                xs = plgpu.load(x_ref.at[at], mask=here, other=0.0)
-                R = plgpu.load(
-                    R_ref.at[entry, j, q[:, None], q[None, :]],
-                    mask=inside[:, None] & inside[None, :],
-                    other=0.0,
-                )
-                left, right = (xs, R) if xs.dtype == R.dtype else (_wide(xs), _wide(R))
-                turned = _wide(xs) + plgpu.dot(left, right, precision=precision(left.dtype))
-                plgpu.store(out_ref.at[at], turned.astype(out_ref.dtype), mask=here)
-
-            jax.lax.fori_loop(0, blocks, turn, None)
+            turn(block, first, rows, entry, x_ref, R_ref, order_ref, out_ref)
 
 
-def _scale_kernel(
-    sizes,
-    columns,
-    copy_rows,
-    slot_ref,
-    start_ref,
-    rows_ref,
-    has_ref,
-    x_ref,
-    u_ref,
-    row_ref,
-    out_ref,
-):
-    """As _rotate_kernel, with u - 1 [k, d_in] in place of R - I."""
-    n, size = sizes
-    i, block = pl.program_id(0), pl.program_id(1)
+def _turn_wide(m, size, blocks, block, first, rows, entry, x_ref, R_ref, order_ref, out_ref):
+    """`blocks` blocks of R, one after the other, with all rows of a tile."""
+    row = first + jnp.arange(size)
+    held = jnp.arange(size) < rows
+    q = jnp.arange(power_of_two(m))
 
-    @pl.when(i >= n)
-    def _copy():
-        _copy_rows((i - n) * copy_rows, block, copy_rows, columns, has_ref, x_ref, out_ref)
+    def turn(b, _):
+        j = block * blocks + b
+        inside = (q < m) & (j < R_ref.shape[1])
+        here = held[:, None] & inside[None, :]
+        at = (row[:, None], _column(j * m + q, inside, order_ref, x_ref)[None, :])
+        xs = plgpu.load(x_ref.at[at], mask=here, other=0.0)
+        R = plgpu.load(
+            R_ref.at[entry, j, q[:, None], q[None, :]],
+            mask=inside[:, None] & inside[None, :],
+            other=0.0,
+        )
+        left, right = (xs, R) if xs.dtype == R.dtype else (_float32(xs), _float32(R))
+        turned = _float32(xs) + plgpu.dot(left, right, precision=precision(left.dtype))
+        plgpu.store(out_ref.at[at], turned.astype(out_ref.dtype), mask=here)
 
-    @pl.when(i < n)
-    def _scale():
-        tile = jnp.minimum(i, n - 1)
-        rows = rows_ref[tile]
-        entry = row_ref[slot_ref[tile]]
+    jax.lax.fori_loop(0, blocks, turn, None)
 
-        @pl.when((rows > 0) & (entry >= 0))
-        def _work():
-            row = start_ref[tile] + jnp.arange(size)
-            c = block * columns + jnp.arange(columns)
-            inside = c < x_ref.shape[1]
-            here = (jnp.arange(size) < rows)[:, None] & inside[None, :]
-            at = (row[:, None], c[None, :])
-            xs = plgpu.load(x_ref.at[at], mask=here, other=0.0).astype(jnp.float32)
-            u = plgpu.load(u_ref.at[entry, c], mask=inside, other=0.0).astype(jnp.float32)
-            plgpu.store(out_ref.at[at], (xs + xs * u[None, :]).astype(out_ref.dtype), mask=here)
+
+def _turn_narrow(
+    m, size, columns, block, first, rows, entry, x_ref, R_ref, order_ref, out_ref
+):  # fmt: skip
+    """y[c] = x[c] + sum_p x[m j + p] (R - I)[j, p, q] with c = m j + q, `size` rows at a time."""
+    c = block * columns + jnp.arange(columns)
+    inside, j, q = c < x_ref.shape[1], c // m, c % m
+    sources = [_column(j * m + p, inside, order_ref, x_ref) for p in range(m)]
+    target = _column(c, inside, order_ref, x_ref)
+    R = [plgpu.load(R_ref.at[entry, j, p, q], mask=inside, other=0.0) for p in range(m)]
+
+    def turn(b, _):
+        place = b * size + jnp.arange(size)
+        row = (first + place)[:, None]
+        here = (place < rows)[:, None] & inside[None, :]
+        x = turned = jnp.zeros((size, columns), jnp.float32)
+        for p in range(m):
+            x_p = plgpu.load(x_ref.at[row, sources[p][None, :]], mask=here, other=0.0)
+            x_p = _float32(x_p)
+            x = jnp.where((q == p)[None, :], x_p, x)
+            turned = turned + x_p * _float32(R[p])[None, :]
+        y = (x + turned).astype(out_ref.dtype)
+        plgpu.store(out_ref.at[row, target[None, :]], y, mask=here)
+
+    jax.lax.fori_loop(0, pl.cdiv(rows, size), turn, None)
+
+
+def _column(c, inside, order_ref, x_ref):
+    """Where the coordinates c stand. What is not inside lies past the end: interpreted, a masked
+    store writes back what it read, and must not meet a column that its program turns."""
+    if order_ref is None:
+        return c
+    return jnp.where(inside, plgpu.load(order_ref.at[c], mask=inside, other=0), x_ref.shape[1] + c)
+
+
+def _float32(values):
+    return values.astype(jnp.float32)
