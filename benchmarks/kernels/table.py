@@ -98,7 +98,8 @@ class Bench:
         predicted = f", predicted {record['predicted_us']:.1f}" if cost else ""
         print(
             f"  {name}: wall {times.wall:.1f} us (+-{times.spread / 2:.1f}), "
-            f"bytes {record['bytes_us']:.1f}{predicted}; {parts or 'no kernels seen'}",
+            f"bytes {record['bytes_us']:.1f}{predicted}; {times.launches:.1f} launches: "
+            f"{parts or 'no kernels seen'}",
             flush=True,
         )
         return record

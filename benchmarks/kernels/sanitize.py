@@ -1,0 +1,138 @@
+"""Every Pallas kernel once, compiled, on small odd shapes: a pass for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m benchmarks.kernels.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m benchmarks.kernels.sanitize
+
+Each array is an allocation of its own (no pool of XLA's), so that a read past its end is seen. The
+numbers are compared with the reference; exit code 1 if they differ. It also runs by itself, and
+where there is no GPU interpreted.
+"""
+
+import os
+
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from functools import partial  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from scute_jax.bench import layer as pools  # noqa: E402
+from scute_jax.kernels import (  # noqa: E402
+    Shared,
+    Vectors,
+    block_rotate,
+    paged_attention,
+    scale_input,
+    segmented_update,
+    shared_factors,
+)
+from scute_jax.segments import segments  # noqa: E402
+
+RANKS = (3, 33, 1, 17, 70)
+SHAPES = {  # d_in, widths of the slices, rows, rows of a tile, dtype
+    "one row": (24, (10,), 1, 16, "float32"),
+    "narrow": (24, (10, 6), 45, 16, "float32"),
+    "SmolLM2": (576, (576, 192, 192), 70, 16, "bfloat16"),
+    "half": (96, (130,), 70, 32, "float16"),
+    "long tiles": (40, (48, 33), 200, 64, "bfloat16"),
+}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-8}  # of the largest number
+
+
+def cases() -> Iterator[tuple[str, Callable]]:
+    """A name and a call that takes the implementation."""
+    for name, (d_in, outs, rows, size, dtype) in SHAPES.items():
+        keys = iter(jax.random.split(jax.random.key(0), 32))
+        ids = np.sort(np.random.default_rng(0).integers(-1, len(RANKS), rows))
+        seg = segments(ids, len(RANKS), presorted=True, tile=size)
+        (x,) = pools.activations(next(keys), rows, [d_in], dtype)
+        h = tuple(pools.activations(next(keys), rows, outs, dtype))
+        parts = tuple(pools.factors(next(keys), RANKS, d_in, d, dtype) for d in outs)
+        scale = tuple(_some(pools.vectors(next(keys), len(RANKS), d, dtype)) for d in outs)
+        none = (None,) * len(outs)
+        yield f"low rank, {name}", partial(segmented_update, h, x, parts, none, none, seg.tiles)
+        yield f"all slots, {name}", partial(segmented_update, h, x, parts, scale, scale, seg.tiles)
+        yield f"vectors, {name}", partial(segmented_update, h, x, none, scale, none, seg.tiles)
+        vector = _some(pools.vectors(next(keys), len(RANKS), d_in, dtype))
+        yield f"scale input, {name}", partial(scale_input, x, vector, seg.tiles, seg.slot)
+        for block in (2, 8):
+            R = _strong(pools.rotation(next(keys), len(RANKS), d_in, block, dtype))
+            R = R.replace(row=jnp.where(R.row == 1, -1, R.row))
+            call = partial(block_rotate, x, R, seg.tiles, seg.slot)
+            yield f"rotate {block}, {name}", call
+            ordered = R.replace(order=jax.random.permutation(next(keys), d_in).astype(jnp.int32))
+            call = partial(block_rotate, x, ordered, seg.tiles, seg.slot)
+            yield f"rotate {block} in an order, {name}", call
+        shared = _tenants(next(keys), d_in, outs[0], dtype)
+        yield f"shared, {name}", partial(shared_factors, h[0], x, shared, seg.slot)
+    for size, dtype in ((1, "bfloat16"), (32, "float32"), (64, "bfloat16")):
+        yield f"attention, blocks of {size}, {dtype}", _attention(size, dtype)
+
+
+def _some(vectors: Vectors) -> Vectors:
+    """The vectors of all adapters but the second, which has none."""
+    return _strong(vectors).replace(row=jnp.where(vectors.row == 1, -1, vectors.row))
+
+
+def _strong(pool: Any) -> Any:
+    """The pool with values that show in half precision: those to be timed are near zero."""
+    return pool.replace(values=pool.values * jnp.asarray(250, pool.values.dtype))
+
+
+def _tenants(key: jax.Array, d_in: int, d_out: int, dtype: str) -> Shared:
+    """Two pairs; tenants of each, of both, and of none. With a u in half precision."""
+    shared = pools.shared(key, 5, 20, d_in, d_out, dtype)
+    u = _strong(pools.vectors(key, 5, d_in, dtype)).values
+    return shared.replace(
+        pairs=pools.factors(key, (20, 5), d_in, d_out, dtype),
+        u=None if dtype == "float32" else u,
+        e=shared.e * jnp.asarray(20, dtype),
+        row=jnp.asarray([[0, -1], [-1, -1], [2, 3], [1, -1], [4, -1]], jnp.int32),
+        pair=jnp.asarray([[0, 0], [0, 0], [0, 1], [1, 0], [0, 0]], jnp.int32),
+        d=(shared.d * jnp.asarray(20, dtype)).at[jnp.asarray([1, 3]), 5:].set(0),
+    )
+
+
+def _attention(size: int, dtype: str) -> Callable:
+    rng, n, hq, hkv, dh, page, width = np.random.default_rng(0), 3, 9, 3, 20, 16, 8
+    start = rng.integers(0, width * page - size, n)
+    numbers = (start, np.full(n, size))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape in ((n, size, hq, dh), *[(n * width, hkv, page, dh)] * 2)
+    )
+    table = rng.permutation(n * width).reshape(n, width)
+    return partial(paged_attention, q, k, v, *(jnp.asarray(a, "int32") for a in (table, *numbers)))
+
+
+def main() -> int:
+    print(f"on {jax.devices()[0].device_kind}", flush=True)
+    worst, names = 0.0, []
+    for name, call in cases():
+        ours, expected = (
+            [np.asarray(a, np.float32) for a in jax.tree.leaves(call(implementation=how))]
+            for how in ("pallas", "reference")
+        )
+        before = jax.tree.leaves(call.args[0])
+        dtype, effect = str(before[0].dtype), _most(before, expected)
+        error = _most(ours, expected) / max(np.abs(b).max() for b in expected)
+        worst = max(worst, error / TOLERANCE[dtype])
+        if not (error <= TOLERANCE[dtype] and effect > 0.1):
+            names.append(name)
+        print(f"{name}: moves by {effect:.1f}, off by {error:.1e}", flush=True)
+    print(f"largest error {worst:.2f} of what is allowed; wrong: {', '.join(names) or 'none'}")
+    return int(bool(names))
+
+
+def _most(first: Sequence, second: Sequence) -> float:
+    pairs = zip(first, second, strict=True)
+    return max(np.abs(np.asarray(a, np.float32) - b).max() for a, b in pairs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
