@@ -6,24 +6,22 @@ that leaves is unnamed in every table, so that nothing of it can be read again.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from scute_jax.bank_arrays import TABLES, Key, all_slots, empty_arrays
-from scute_jax.capacity import BankCapacity, form_use, pair_ranks
-from scute_jax.entries import entries, kinds, size_of
+from scute_jax.bank_arrays import TABLES, Key, empty_arrays
+from scute_jax.bank_pools import Pools, View, Writes
+from scute_jax.capacity import BankCapacity, pair_ranks, taken
+from scute_jax.entries import Entry, entries, size_of
 from scute_jax.errors import AdapterError
 from scute_jax.normal_form import Adapter, NormalForm
 from scute_jax.slots import SiteSlots, check_form, filled
 
-# A write is one entry of an array: (index, value).
-Writes = dict[Key, list[tuple[int, np.ndarray | np.int32]]]
+Found = Mapping[str, Mapping[str, list[Entry]]]  # site -> kind -> entries
 
 
 class BankFull(AdapterError):
@@ -54,7 +52,17 @@ class AdapterBank:
         """An empty bank. `widths` gives (d_in, d_out) of the sites named in the capacity."""
         self.capacity, self.dtype = capacity, jnp.dtype(dtype)
         self._widths = {site: widths[site] for site in capacity.entries}
-        self._arrays = dict(empty_arrays(self._widths, capacity, self.dtype))
+        self._pools = Pools(empty_arrays(self._widths, capacity, self.dtype), self._widths)
+        self._whole = self._pools.view(lambda site, slots: slots)
+        self._tables: dict[tuple[str, str], list[tuple[Key, str]]] = {
+            (site, kind): [
+                ((site, f"{kind}/{part}"), part)
+                for part in TABLES
+                if (site, f"{kind}/{part}") in self._pools
+            ]
+            for site, counts in capacity.entries.items()
+            for kind in counts
+        }
         self._free = {
             site: {kind: list(range(count)) for kind, count in counts.items()}
             for site, counts in capacity.entries.items()
@@ -66,7 +74,15 @@ class AdapterBank:
     @property
     def slots(self) -> dict[str, SiteSlots]:
         """The pools and tables of every site, as compiled steps take them."""
-        return all_slots(self._arrays, self._widths)
+        return self._pools.read(self._whole)
+
+    def view(self, keep: Callable[[str, SiteSlots], SiteSlots]) -> View:
+        """What is kept of the slots of each site, for `read`."""
+        return self._pools.view(keep)
+
+    def read(self, view: View) -> dict[str, SiteSlots]:
+        """The slots of a view as they are now; sites of which nothing is kept are not there."""
+        return self._pools.read(view)
 
     @property
     def free(self) -> list[int]:
@@ -80,34 +96,34 @@ class AdapterBank:
         """
         if not self.free or slot not in (None, *self.free):
             raise BankFull(f"of {self.capacity.adapters} slots, only {self.free} are free.")
-        adapter = _effective(adapter)
-        self._check(adapter, None)
+        adapter, found = _effective(adapter)
+        self._check(adapter, found, None)
         slot = self.free[0] if slot is None else slot
-        self._write(slot, adapter)
+        self._write(slot, adapter, found, {})
         return slot
 
     def replace(self, slot: int, adapter: Adapter) -> None:
         """Puts another adapter into a taken slot. Raises as `insert`; then the old one stays."""
-        adapter = _effective(adapter)
-        self._check(adapter, self._resident(slot))
+        leaving = self._resident(slot)
+        adapter, found = _effective(adapter)
+        self._check(adapter, found, leaving)
         self._release(slot)
-        self._write(slot, adapter)
+        self._write(slot, adapter, found, leaving.entries)
 
     def clear(self, slot: int) -> None:
         """Frees a slot. Rows that name it from now on compute the base model."""
-        self._resident(slot)
+        leaving = self._resident(slot)
         self._release(slot)
-        self._put(self._table_writes(slot, {}, {}))
+        self._pools.put(self._table_writes(slot, {}, {}, leaving.entries))
 
     def warm_up(self) -> None:
         """Compiles all writes, so that adapters come and go without compiling anything."""
-        for kind in dict.fromkeys(kind for _, kind in self._arrays):
-            self._put_entry(kind, {})
+        self._pools.warm_up()
 
     @property
     def lost(self) -> bool:
         """Whether a write that failed took an array with it; the bank is of no use then."""
-        return any(array.is_deleted() for array in self._arrays.values())
+        return self._pools.lost
 
     def _resident(self, slot: int) -> Resident:
         resident = self._residents[slot] if 0 <= slot < self.capacity.adapters else None
@@ -115,20 +131,22 @@ class AdapterBank:
             raise ValueError(f"slot {slot} of the bank holds no adapter.")
         return resident
 
-    def _check(self, adapter: Adapter, leaving: Resident | None) -> None:
+    def _check(self, adapter: Adapter, found: Found, leaving: Resident | None) -> None:
         """Raises unless the adapter fits once `leaving` has gone. Changes nothing."""
         for site, form in adapter.sites.items():
             if site not in self._widths:
                 raise AdapterError(f"{site}: the bank has no room at this site; grow the bank.")
             check_form(form, *self._widths[site], site)
-            self._check_room(site, form, leaving)
+            self._check_room(site, found[site], leaving)
         self._check_pairs(pair_ranks(adapter), leaving)
 
-    def _check_room(self, site: str, form: NormalForm, leaving: Resident | None) -> None:
+    def _check_room(
+        self, site: str, found: Mapping[str, list[Entry]], leaving: Resident | None
+    ) -> None:
         have, largest = self.capacity.entries[site], self.capacity.sizes[site]
         back = {} if leaving is None else leaving.entries.get(site, {})
-        found, page = entries(form), self.capacity.page
-        for kind, count in form_use(form, page).items():
+        page = self.capacity.page
+        for kind, count in taken(found, page).items():
             size = size_of(kind, found[kind], page)
             needs_input = any("u" in entry for entry in found[kind])
             if (
@@ -168,139 +186,98 @@ class AdapterBank:
         used = self._used_pairs()
         self._pairs = [key if key in used else None for key in self._pairs]
 
-    def _write(self, slot: int, adapter: Adapter) -> None:
+    def _write(
+        self, slot: int, adapter: Adapter, found: Found, before: Mapping[str, Mapping]
+    ) -> None:
+        """Makes an adapter resident in a slot where the entries `before` have been released."""
         held = {}
-        for site, form in adapter.sites.items():
-            free, counts = self._free[site], form_use(form, self.capacity.page)
+        for site, own in found.items():
+            free, counts = self._free[site], taken(own, self.capacity.page)
             held[site] = {k: tuple(free[k].pop() for _ in range(n)) for k, n in counts.items()}
         self._residents[slot] = Resident(held, frozenset(pair_ranks(adapter)))
-        self._put_pairs(adapter)
-        self._put(self._entry_writes(adapter, held))
-        self._put(self._table_writes(slot, adapter.sites, held))
+        self._pools.put(self._pair_writes(adapter))
+        writes = self._entry_writes(found, held)
+        self._pools.put(writes | self._table_writes(slot, adapter.sites, held, before))
 
-    def _put_pairs(self, adapter: Adapter) -> None:
-        """Brings what is missing of the adapter's pairs: A for each d_in, B for each d_out."""
+    def _pair_writes(self, adapter: Adapter) -> Writes:
+        """What is missing of the adapter's pairs: A for each d_in, B for each d_out."""
+        writes: Writes = defaultdict(list)
         for key, rank in pair_ranks(adapter).items():
             if key not in self._pairs:
                 p = self._pairs.index(None)
                 self._pairs[p], self._pair_sides[p] = key, set()
-                self._put({(0, "pair/rank"): [(p, np.int32(rank))]})
+                writes[0, "pair/rank"].append((p, rank))
             p = self._pairs.index(key)
             first, sides = p * self.capacity.pair_pages, self._pair_sides[p]
-            writes: Writes = {}
             for site, form in adapter.sites.items():
                 d_in, d_out = self._widths[site]
                 for term in (term for term in form.terms if term.pair == key):
-                    for side, rows in ((d_in, "pair/A"), term.A.T), ((d_out, "pair/B"), term.B):
+                    for side in ((d_in, "pair/A"), (d_out, "pair/B")):
                         if side not in sides:
                             sides.add(side)
-                            writes[side] = list(enumerate(self._paged(np.asarray(rows)), first))
-            self._put(writes)
+                            rows = term.A.T if side[1] == "pair/A" else term.B
+                            writes[side] += enumerate(self._pages(rows), first)
+        return writes
 
-    def _entry_writes(self, adapter: Adapter, held: Mapping) -> Writes:
+    def _entry_writes(self, found: Found, held: Mapping) -> Writes:
         """The numbers of an adapter at the entries that it holds."""
         writes: Writes = defaultdict(list)
-        for site, form in adapter.sites.items():
-            d_out = self._widths[site][1]
-            for kind, own in entries(form).items():
+        for site, kinds in found.items():
+            d_in, d_out = self._widths[site]
+            for kind, own in kinds.items():
                 places, size = held[site][kind], self.capacity.sizes[site][kind]
                 if kind == "factors":
                     for part, rows in own[0].items():
-                        pages = self._paged(np.asarray(rows))
+                        pages = self._pages(rows)
                         writes[site, f"{kind}/{part}"] = list(zip(places, pages, strict=True))
                     continue
                 for place, entry in zip(places, own, strict=True):
                     ragged = kind in ("sparse", "tokens")
                     for part, array in (filled(entry, size, d_out) if ragged else entry).items():
-                        key = (site, f"{kind}/{part}")
-                        writes[key].append((place, self._fitting(key, np.asarray(array))))
+                        writes[site, f"{kind}/{part}"].append((place, array))
                     if kind == "shared" and "u" not in entry and site in self.capacity.inputs:
-                        ones = np.ones(self._widths[site][0], self.dtype)
-                        writes[site, "shared/u"].append((place, ones))
+                        writes[site, "shared/u"].append((place, np.ones(d_in, self.dtype)))
         return writes
 
-    def _fitting(self, key: Key, array: np.ndarray) -> np.ndarray:
-        """An entry in the dtype of its pool, filled up with zeros where the pool is longer."""
-        pool = self._arrays[key]
-        missing = [(0, have - got) for have, got in zip(pool.shape[1:], array.shape, strict=True)]
-        return np.pad(array, missing).astype(pool.dtype)
-
-    def _table_writes(self, slot: int, sites: Mapping[str, NormalForm], held: Mapping) -> Writes:
-        """Row `slot` of every table of every site; what the adapter does not have reads 'none'."""
+    def _table_writes(
+        self, slot: int, sites: Mapping[str, NormalForm], held: Mapping, before: Mapping
+    ) -> Writes:
+        """Row `slot` of the tables of every kind that the slot has, or had; what the adapter does
+        not have reads 'none'."""
         writes: Writes = {}
-        for key, array in self._arrays.items():
-            site, (kind, _, part) = key[0], key[1].rpartition("/")
-            if site in self._widths and part in TABLES:
-                places, form = held.get(site, {}).get(kind, ()), sites.get(site, NormalForm())
-                writes[key] = [(slot, self._table_row(kind, part, array.shape[1:], places, form))]
+        for site in {**before, **held}:
+            form, own = sites.get(site, NormalForm()), held.get(site, {})
+            for kind in {**before.get(site, {}), **own}:
+                for key, part in self._tables[site, kind]:
+                    row = self._table_row(kind, part, self._pools.shape(key), own, form)
+                    writes[key] = [(slot, row)]
         return writes
 
-    def _table_row(self, kind: str, part: str, shape: tuple, places: tuple, form: NormalForm):
+    def _table_row(self, kind: str, part: str, shape: tuple, held: Mapping, form: NormalForm):
+        places = held.get(kind, ())
         if part == "rank":
-            return np.int32(form.rank)
+            return form.rank
         if part == "table":
             return _filled_row(shape, 0, places)
         if part == "pair":
             pairs = [self._pairs.index(term.pair) for term in form.terms if term.pair is not None]
             return _filled_row(shape, 0, pairs)
-        return _filled_row(shape, -1, places) if shape else np.int32(next(iter(places), -1))
+        return _filled_row(shape, -1, places) if shape else next(iter(places), -1)
 
-    def _paged(self, rows: np.ndarray) -> np.ndarray:
-        page = self.capacity.page
-        rows = np.pad(rows, ((0, -len(rows) % page), (0, 0))).astype(self.dtype)
+    def _pages(self, rows: Array) -> np.ndarray:
+        """The rows of a factor in pages; the last one is filled up with zeros."""
+        rows, page = np.asarray(rows), self.capacity.page
+        if missing := -len(rows) % page:
+            rows = np.pad(rows, ((0, missing), (0, 0)))
         return rows.reshape(-1, page, rows.shape[1])
 
-    def _put(self, writes: Writes) -> None:
-        """Carries out the writes, all arrays of one kind in one call, entry by entry."""
-        named = defaultdict(list)
-        for key in writes:
-            named[key[1]].append(key)
-        for kind, keys in named.items():
-            for i in range(max(len(writes[key]) for key in keys)):
-                self._put_entry(kind, {k: writes[k][i] for k in keys if i < len(writes[k])})
 
-    def _put_entry(
-        self, kind: str, writes: Mapping[Key, tuple[int, np.ndarray | np.int32]]
-    ) -> None:
-        """Writes one entry of some of the arrays of a kind."""
-        keys = [key for key in self._arrays if key[1] == kind]
-        arrays = [self._arrays[key] for key in keys]
-        index = [
-            writes[k][0] if k in writes else a.shape[0] for k, a in zip(keys, arrays, strict=True)
-        ]
-        values = [
-            writes[k][1] if k in writes else _zeros(a.shape[1:], a.dtype)
-            for k, a in zip(keys, arrays, strict=True)
-        ]
-        written = _put_entries(arrays, np.asarray(index, np.int32), values)
-        self._arrays.update(zip(keys, written, strict=True))
+def _effective(adapter: Adapter) -> tuple[Adapter, Found]:
+    """The adapter without the sites at which it does nothing, and the entries of the others."""
+    found = {site: entries(form) for site, form in adapter.sites.items()}
+    found = {site: own for site, own in found.items() if own}
+    return replace(adapter, sites={site: adapter.sites[site] for site in found}), found
 
 
-def _effective(adapter: Adapter) -> Adapter:
-    """The adapter without the sites at which it does nothing: those need no room."""
-    sites = {site: form for site, form in adapter.sites.items() if kinds(form)}
-    return replace(adapter, sites=sites)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_entries(arrays: list[Array], index: Array, values: list[Array]) -> list[Array]:
-    """arrays[i] with entry index[i] replaced by values[i]; an index past the end writes nothing."""
-    pairs = enumerate(zip(arrays, values, strict=True))
-    return [array.at[index[i]].set(value, mode="drop") for i, (array, value) in pairs]
-
-
-_ZEROS: dict[tuple, Array] = {}
-
-
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """The value of a write that writes nothing, kept on the device."""
-    key = (shape, jnp.dtype(dtype))
-    if key not in _ZEROS:
-        _ZEROS[key] = jnp.zeros(shape, dtype)
-    return _ZEROS[key]
-
-
-def _filled_row(shape: tuple[int, ...], rest: int, values) -> np.ndarray:
-    row = np.full(shape, rest, np.int32)
-    row[: len(values)] = values
-    return row
+def _filled_row(shape: tuple[int, ...], rest: int, values: Sequence[int]) -> list[int]:
+    return [*values, *[rest] * (shape[0] - len(values))]

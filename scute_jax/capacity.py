@@ -1,12 +1,12 @@
 """How much room adapters take in a bank, counted in entries of each kind at each site."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from scute_jax.entries import entries, size_of, turns
-from scute_jax.normal_form import Adapter, NormalForm
+from scute_jax.entries import Entry, entries, size_of, turns
+from scute_jax.normal_form import Adapter
 from scute_jax.slots import PAGE
 
 Counts = Mapping[str, int]  # kind -> how many (of factors: pages)
@@ -27,7 +27,13 @@ class BankCapacity:
 
     def covers(self, other: "BankCapacity") -> bool:
         """Whether whatever fits into `other` fits into this, as far as room goes."""
-        return self.union(other) == replace(self, adapters=max(self.adapters, other.adapters))
+        return (
+            _covers(self.entries, other.entries)
+            and _covers(self.sizes, other.sizes)
+            and self.inputs >= other.inputs
+            and self.pairs >= other.pairs
+            and self.pair_pages >= other.pair_pages
+        )
 
     def union(self, other: "BankCapacity") -> "BankCapacity":
         """The least capacity that covers both."""
@@ -43,9 +49,8 @@ class BankCapacity:
         )
 
 
-def form_use(form: NormalForm, page: int = PAGE) -> dict[str, int]:
-    """What a folded form takes of each kind."""
-    found = entries(form)
+def taken(found: Mapping[str, list[Entry]], page: int = PAGE) -> dict[str, int]:
+    """What the entries of a folded form take of each kind."""
     pages = {"factors": size_of("factors", found["factors"], page)} if "factors" in found else {}
     return {kind: len(own) for kind, own in found.items()} | pages
 
@@ -65,7 +70,7 @@ def capacity_for(adapters: Iterable[Adapter], residents: int, page: int = PAGE) 
     for adapter in adapters:
         for site, form in adapter.sites.items():
             found, largest = entries(form), sizes.setdefault(site, {})
-            for kind, count in form_use(form, page).items():
+            for kind, count in taken(found, page).items():
                 uses.setdefault(site, {}).setdefault(kind, []).append(count)
                 size = size_of(kind, found[kind], page)
                 largest[kind] = max(largest.get(kind, 0), size)
@@ -91,6 +96,15 @@ def capacity_for(adapters: Iterable[Adapter], residents: int, page: int = PAGE) 
 def _largest(count: int, values: Iterable[int]) -> int:
     """The sum of the `count` largest values."""
     return sum(sorted(values, reverse=True)[:count])
+
+
+def _covers(have: Mapping[str, Counts], need: Mapping[str, Counts]) -> bool:
+    nothing: Counts = {}
+    return all(
+        have.get(site, nothing).get(kind, 0) >= count
+        for site, kinds in need.items()
+        for kind, count in kinds.items()
+    )
 
 
 def _larger(left: Mapping[str, Counts], right: Mapping[str, Counts]) -> dict[str, dict[str, int]]:

@@ -3,18 +3,20 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from scute_jax.bank import AdapterBank, BankFull
+from scute_jax.bank_pools import View
 from scute_jax.capacity import BankCapacity
 from scute_jax.models.adapters import kinds_at
 from scute_jax.models.llama import Slots
 from scute_jax.serving.device_memory import OutOfDeviceMemory, out_of_memory
 from scute_jax.serving.registry import Tenant
 from scute_jax.serving.room import Room
-from scute_jax.slots import narrow
+from scute_jax.slots import SiteSlots, narrow
 
 
 class Residency:
@@ -40,7 +42,8 @@ class Residency:
         self._slot: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._tenant: dict[str, Tenant] = {}
         self._users: dict[str, int] = {}
-        self._views: dict[frozenset[str], Slots] = {}
+        self._views: dict[frozenset[str], View] = {}  # of the bank that is there
+        self._read: dict[frozenset[str], Slots] = {}  # since the last write to it
 
     @property
     def routes(self) -> frozenset[str]:
@@ -67,8 +70,8 @@ class Residency:
         """Prepares the bank and compiles what adapters need to come and go."""
         self.prepare()
         if self._bank is not None:
+            self._read.clear()
             self._bank.warm_up()
-            self._views.clear()
 
     def acquire(self, tenant: Tenant) -> int | None:
         """The slot of a tenant, -1 for the base model; None while all slots are in use.
@@ -123,20 +126,17 @@ class Residency:
             assert not self._slot, "tenants without a bank"
             return {}
         if routes not in self._views:
-            full = self._bank.slots.items()
-            views = {site: narrow(slots, kinds_at(site, routes)) for site, slots in full}
-            self._views[routes] = {
-                site: view for site, view in views.items() if jax.tree.leaves(view)
-            }
-        return self._views[routes]
+            self._views[routes] = self._bank.view(partial(_narrowed, routes))
+        if routes not in self._read:
+            self._read[routes] = self._bank.read(self._views[routes])
+        return self._read[routes]
 
     def forget(self) -> None:
         """Starts over with an empty device; nobody may use a tenant now."""
         assert not self._users
         self._slot.clear()
         self._tenant.clear()
-        self._views.clear()
-        self._bank = None
+        self._drop()
 
     def _load(self, tenant: Tenant) -> bool:
         """Brings a tenant to the device; False if all slots or all room is in use."""
@@ -159,7 +159,7 @@ class Residency:
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
-            self._bank = None
+            self._drop()
             if before is not None:
                 self._rebuild(before)
             raise OutOfDeviceMemory(
@@ -185,7 +185,7 @@ class Residency:
                 self._evict(idle)
             else:
                 self._slot[tenant.version], self._tenant[tenant.version] = slot, tenant
-                self._views.clear()
+                self._read.clear()
                 self.loads += 1
                 return True
 
@@ -194,13 +194,21 @@ class Residency:
         del self._tenant[version]
         if self._bank is not None:
             self._bank.clear(slot)
-        self._views.clear()
+        self._read.clear()
 
     def _rebuild(self, capacity: BankCapacity) -> None:
         """A larger bank with the same tenants in the same slots."""
-        self._bank = None  # frees the old one first, unless a step still runs on it
-        self._views.clear()
+        self._drop()  # frees the old one first, unless a step still runs on it
         bank = AdapterBank(self._widths, capacity, self._dtype)
         for version, slot in self._slot.items():
             bank.insert(self._tenant[version].adapter, slot)
         self._bank = bank
+
+    def _drop(self) -> None:
+        self._bank = None
+        self._views.clear()
+        self._read.clear()
+
+
+def _narrowed(routes: frozenset[str], site: str, slots: SiteSlots) -> SiteSlots:
+    return narrow(slots, kinds_at(site, routes))
