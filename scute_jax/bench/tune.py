@@ -160,7 +160,7 @@ def _entry(tile: Any) -> dict[str, int]:
 def _compiled(task: Task, tiles: Tiles) -> Work | None:
     try:
         work = task.work(Op(tiles=tiles))
-        return replace(work, step=work.step.lower(*work.args).compile())
+        return replace(work, step=jax.jit(work.step).lower(*work.args).compile())
     except Exception:  # too large for the shared memory of this GPU, say
         return None
 

@@ -186,7 +186,7 @@ def _update_arrays(load: Load, count: int, s: bool) -> tuple[tuple, list]:
     def group(d_in: int, outs: Sequence[int]) -> tuple[tuple, tuple]:
         parts = tuple(pools.factors(next(keys), load.ranks, d_in, d) for d in outs)
         scale = tuple(pools.vectors(next(keys), load.adapters, d) if s else None for d in outs)
-        return tuple(tuple(at_tiles(p, slot) for p in own) for own in (parts, scale))
+        return tuple(at_tiles(p, slot) for p in parts), tuple(at_tiles(v, slot) for v in scale)
 
     xs = pools.activations(next(keys), load.rows, [d_in for d_in, _ in groups.values()])
     hs = {
