@@ -95,13 +95,14 @@ class Shared:
 
 @struct.dataclass
 class SparseEntries:
-    """Sparse matrices: entry z of adapter k adds x[rows] * values to column cols.
+    """Sparse matrices by columns: y[c] = sum of x[rows[z]] values[z], starts[c] <= z < starts[c+1].
 
-    Places that an adapter does not fill have cols == d_out.
+    Invariants: starts[:, 0] == 0, and starts do not decrease. Places from starts[:, d_out] on are
+    undefined and never used.
     """
 
+    starts: Int[Array, "n d_out+1"]
     rows: Int[Array, "n z"]
-    cols: Int[Array, "n z"]
     values: Float[Array, "n z"]
     row: Int[Array, "K"]
 

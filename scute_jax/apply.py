@@ -124,7 +124,7 @@ def _extend(
     if slots.shared is not None:
         h = shared_factors(h, x, slots.shared, seg.slot, implementation=how)
     if slots.sparse is not None:
-        h = sparse_update(h, x, slots.sparse, seg.tiles)
+        h = sparse_update(h, x, slots.sparse, seg.tiles, implementation=how)
     for factors in slots.kronecker:
         h = kronecker_update(h, x, factors, seg.tiles)
     if slots.tokens is not None:

@@ -29,5 +29,5 @@ def apply_norm(
     parts = (None,), (slots.scale,), (slots.shift,)
     (h,) = segmented_update((h,), x, *parts, seg.tiles, implementation=implementation)
     if slots.sparse is not None:
-        h = sparse_update(h, x, slots.sparse, seg.tiles)
+        h = sparse_update(h, x, slots.sparse, seg.tiles, implementation=implementation)
     return seg.unsort(h)

@@ -35,7 +35,7 @@ def empty_arrays(
     for site, kinds in capacity.entries.items():
         for kind, count in kinds.items():
             for part, shape in _pool_shapes(kind, site, widths[site], capacity).items():
-                ints = part in ("rows", "cols", "ids") and len(shape) == 1
+                ints = part in ("starts", "rows", "ids") and len(shape) == 1
                 yield (
                     (site, f"{kind}/{part}"),
                     jnp.zeros((count, *shape), jnp.int32 if ints else dtype),
@@ -103,7 +103,7 @@ def _pool_shapes(
         shapes = {"d": (capacity.pair_pages * capacity.page,), "e": (d_out,)}
         return shapes | ({"u": (d_in,)} if site in capacity.inputs else {})
     if kind == "sparse":
-        return {"rows": (size,), "cols": (size,), "values": (size,)}
+        return {"starts": (d_out + 1,), "rows": (size,), "values": (size,)}
     if kind == "tokens":
         return {"ids": (size,), "rows": (size, d_out if site == EMBEDDING else d_in)}
     if factors := factors_of(kind):

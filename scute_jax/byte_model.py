@@ -173,11 +173,12 @@ def _shared(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
 
 
 def _sparse(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
-    """Values with two indices each; a gather from x and an addition to h for each of them."""
+    """Values with their row in x, and the start of each column; for its rows a gather from x for
+    each value, and h twice."""
     live = [(form.S.values.size, rows) for form, rows in found if form.S is not None and rows]
-    parameters = sum(count * (itemsize + 2 * INDEX) for count, _ in live)
+    parameters = sum(count * (itemsize + INDEX) + (d_out + 1) * INDEX for count, _ in live)
     activations = sum(rows * itemsize * (count + 2 * d_out) for count, rows in live)
-    return Cost(parameters, activations, 2 * bool(live))
+    return Cost(parameters, activations, int(bool(live)))
 
 
 def _kronecker(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:

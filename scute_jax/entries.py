@@ -17,7 +17,7 @@ from scute_jax.normal_form import Blocks, NormalForm, Term
 
 EMBEDDING = "embed_tokens"  # the site whose input is a token
 Entry = Mapping[str, Array]  # part -> array
-PADDING = {"rows": 0, "cols": None, "values": 0, "ids": -1}  # None: the width of the output
+PADDING = {"rows": 0, "values": 0, "ids": -1}
 
 
 def entries(form: NormalForm) -> dict[str, list[Entry]]:

@@ -22,6 +22,7 @@ from scute_jax.kernels import (
     at_tiles,
 )
 from scute_jax.kernels.tiles import Tiles
+from scute_jax.namespace import namespace
 from scute_jax.normal_form import Kronecker, NormalForm
 
 PAGE = 16  # ranks in a page: the narrowest side of a tensor-core product
@@ -175,17 +176,25 @@ def paged(rows: Float[Array, "r d"], page: int, dtype: jnp.dtype) -> Float[Array
 
 
 def filled(entry: Entry, size: int, d_out: int) -> dict[str, Any]:
-    """The parts of a sparse or token entry, filled up to `size` with what names nothing."""
+    """The parts of a sparse or token entry as the pools have them, filled up to `size` with what
+    names nothing or is never read."""
     full = {}
+    if "cols" in entry:
+        full["starts"], entry = _by_column(entry, d_out)
     for part, array in entry.items():
-        rest = d_out if PADDING[part] is None else PADDING[part]
-        if array.ndim == 2:  # rows of tokens: what fills up is never selected
-            rest = 0
         pad = [(0, size - array.shape[0]), *[(0, 0)] * (array.ndim - 1)]
-        full[part] = (np if isinstance(array, np.ndarray) else jnp).pad(
-            array, pad, constant_values=rest
-        )
+        full[part] = namespace(array).pad(array, pad, constant_values=PADDING[part])
     return full
+
+
+def _by_column(entry: Entry, d_out: int) -> tuple[Array, Entry]:
+    """Where each column of a sparse entry starts, and its rows and values sorted by column."""
+    cols = entry["cols"]
+    xp = namespace(cols)
+    order = xp.argsort(cols, stable=True)
+    starts = xp.searchsorted(cols[order], xp.arange(d_out + 1, dtype=cols.dtype))
+    parts = ((part, entry[part]) for part in ("rows", "values"))
+    return starts, {p: namespace(array, order).take(array, order) for p, array in parts}
 
 
 def _factors(owned: Sequence, dtype: jnp.dtype, page: int) -> LowRank:

@@ -41,7 +41,7 @@ def test_each_route_counts_what_it_moves():
     assert cost["input transform"] == sj.Cost(2 * D_IN * 4, 2 * 2 * sum(rows) * D_IN, 1)
     shared = rank * (D_IN + D_OUT) + 2 * (rank + D_OUT)  # the third tenant has no row
     assert cost["shared factors"] == sj.Cost(2 * shared, 2 * 2 * (D_IN + 2 * D_OUT), 2)
-    assert cost["sparse"] == sj.Cost(13 * (2 + 8), 2 * 2 * (13 + 2 * D_OUT), 2)
+    assert cost["sparse"] == sj.Cost(13 * (2 + 4) + 4 * (D_OUT + 1), 2 * 2 * (13 + 2 * D_OUT), 1)
     assert set(cost) == {"low rank", "vectors", "input transform", "shared factors", "sparse"}
 
 
@@ -81,7 +81,9 @@ def test_a_norm_is_updated_in_float32_and_rounded_behind_it():
     assert cost == {"norm": sj.Cost(4 * 3 * d, 8 * d * (3 + 2), 1)}  # nothing to round
     sparse = sj.NormalForm(s=forms[0].s, S=random_sparse(RNG, d, d, 2))
     (cost,) = sj.byte_cost([sparse], [5], d, d, place="norm").values()
-    assert cost == sj.Cost(2 * d + 2 * (2 + 8), 5 * (8 * d + 4 * (2 + 2 * d) + 8 * d), 4)
+    assert cost == sj.Cost(
+        2 * d + 2 * (2 + 4) + 4 * (d + 1), 5 * (8 * d + 4 * (2 + 2 * d) + 8 * d), 3
+    )
     assert sj.byte_cost(forms, [0, 0, 7, 0], d, d, place="norm") == {}
     for form in (
         random_form(RNG, d, d, block=2),

@@ -11,10 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from scute_jax.kernels.block_rotate import pallas_triton as rotate
 from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
-from scute_jax.kernels.pools import LowRank, Rotation, Shared, Vectors, at_tiles
+from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Vectors, at_tiles
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
+from scute_jax.kernels.sparse_update.pallas_triton import sparse_update
 from scute_jax.kernels.tiles import make_tiles
 
 T, D, K = 24, 96, 3  # rows, width of x and h, adapters
@@ -100,6 +101,15 @@ def test_shared_factors(dtype, h_dtype, with_u):
     u = vector if with_u else None
     shared = Shared(low_rank(dtype), zeros(dtype, 4, 32), vector, u, row, row)
     lowers(shared_factors, h, x, shared, slot)
+
+
+@mixes
+@tile_sizes
+def test_sparse_matrices(dtype, h_dtype, size):
+    x, h, _, tiles = batch(dtype, h_dtype, size)
+    starts, rows = zeros("int32", 2, D + 1), zeros("int32", 2, 50)
+    sparse = SparseEntries(starts, rows, zeros(dtype, 2, 50), zeros("int32", K))
+    lowers(sparse_update, h, x, sparse, tiles)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
