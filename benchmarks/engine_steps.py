@@ -44,7 +44,7 @@ class Steps:
         self._slot = [residency.acquire(tenant) for tenant in tenants.values()]
         for tenant in tenants.values():
             residency.release(tenant)
-        self._runner = self.engine._runner
+        self._runner = self.engine._parts.runner
         self._slots = residency.slots(residency.routes)
         self.pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._slots))
         jax.block_until_ready(self._slots)

@@ -85,6 +85,11 @@ class AdapterBank:
         return self._pools.read(view)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; they stay the same."""
+        return self._pools.nbytes
+
+    @property
     def free(self) -> list[int]:
         """The slots that hold no adapter."""
         return [k for k, resident in enumerate(self._residents) if resident is None]

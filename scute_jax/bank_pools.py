@@ -71,6 +71,10 @@ class Pools:
         return self._arrays[self._place[key]].shape[1:]
 
     @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
     def lost(self) -> bool:
         """Whether a write that failed took an array with it."""
         return any(array.is_deleted() for array in self._arrays)

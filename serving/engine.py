@@ -31,6 +31,7 @@ from scute_jax.serving.intake import Intake
 from scute_jax.serving.mailbox import Mailbox
 from scute_jax.serving.options import EngineOptions
 from scute_jax.serving.pages import PagePool
+from scute_jax.serving.parts import Parts
 from scute_jax.serving.registry import Registry, check_finite
 from scute_jax.serving.request import Chunk, Completion, FinishReason, Request, RequestError
 from scute_jax.serving.residency import Residency
@@ -72,21 +73,18 @@ class Engine:
         options: EngineOptions,
     ):
         self.config, self.params, self.tokenizer, self.options = config, params, tokenizer, options
-        dtype = params.embed_tokens.dtype
         options.use_compilation_cache()
-        num_pages = options.num_pages(config, dtype)
-        self.max_context = min(config.max_context, num_pages * options.page_size)
+        options.num_pages(config, params.embed_tokens.dtype)  # raises where no cache fits at all
         self._lock = FairLock()
         self._compilations = Compilations()
         self._registry = Registry()
-        self._intake = Intake(config, tokenizer, self._registry, self.max_context)
-        self._pages = PagePool(num_pages, options.page_size)
-        widths = Base.from_config(config).widths
-        self._residency = Residency(widths, options.max_adapters, dtype, self._registry.wanted)
-        self._runner = Runner(config, params, self._residency, options, num_pages)
-        self._scheduler = Scheduler(
-            options.limits(), self._pages, self._residency, self._settle, self._refuse
+        self._residency = Residency(
+            Base.from_config(config).widths,
+            options.max_adapters,
+            params.embed_tokens.dtype,
+            self._registry.wanted,
         )
+        self._opened: Parts | None = None
         self._meter = Meter()
         # What other threads ask for is taken in at the next step: they never wait for one.
         self._arrived: deque[Sequence] = deque()
@@ -174,7 +172,7 @@ class Engine:
                 self._residency.expect(tenant)
             try:
                 self._residency.warm_up()
-                self._runner.warm_up(progress or (lambda done, total, what: None))
+                self._parts.runner.warm_up(progress or (lambda done, total, what: None))
             except jax.errors.JaxRuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -188,9 +186,9 @@ class Engine:
         """What the engine has done and holds; see EngineStats."""
         with self._lock:
             running, waiting = Counter[Key](), Counter[Key]()
-            for sequence in self._scheduler.running:
+            for sequence in self._parts.scheduler.running:
                 running[sequence.request.adapter] += 1
-            queued = (s for queue in self._scheduler.waiting.values() for s in queue)
+            queued = (s for queue in self._parts.scheduler.waiting.values() for s in queue)
             for sequence in (*queued, *self._arrived.copy()):
                 waiting[sequence.request.adapter] += 1
             slots = self._residency.resident()
@@ -209,14 +207,14 @@ class Engine:
                 },
                 running=running.total(),
                 waiting=waiting.total(),
-                pages_free=self._pages.available - self._pages.idle,
-                pages_idle=self._pages.idle,
-                pages_used=self._pages.held,
+                pages_free=self._parts.pages.available - self._parts.pages.idle,
+                pages_idle=self._parts.pages.idle,
+                pages_used=self._parts.pages.held,
                 slots_free=self.options.max_adapters - len(slots),
                 slots_used=len(slots),
                 loads=self._residency.loads,
                 compilations=self._compilations.total,
-                preemptions=self._scheduler.preemptions,
+                preemptions=self._parts.scheduler.preemptions,
                 out_of_memory=self._out_of_memory,
             )
 
@@ -265,13 +263,15 @@ class Engine:
     def submit(self, request: Request, sink: Mailbox | None = None) -> Ticket:
         """Queues a request for the steps to come; its pieces go to the sink of the ticket.
 
-        One that cannot be served is answered at once. Never waits for a step that runs.
+        One that cannot be served is answered at once. Never waits for a step that runs, but the
+        first one of all has the device divided.
+        Raises: ModelError or OutOfDeviceMemory if the device has no room for a KV cache.
         """
         sink = Mailbox() if sink is None else sink
-        number = self._intake.number()
+        number = self._parts.intake.number()
         name = request.id if request.id is not None else f"request-{number}"
         try:
-            sequence = self._intake.sequence(request, number, name, sink)
+            sequence = self._parts.intake.sequence(request, number, name, sink)
         except (RequestError, AdapterError, ModelError) as error:
             refused = Completion(name, request.adapter, "", (), "error", error=str(error))
             sink.put(Chunk(name, "", (), refused))
@@ -288,13 +288,14 @@ class Engine:
         """Cancels every request that has not begun to run; those that have go on to their end."""
         with self._lock:
             self._take_in()
-            for sequence in self._scheduler.queued():
+            for sequence in self._parts.scheduler.queued():
                 self._retire(sequence, "cancelled")
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        return bool(self._arrived or self._cancelled or self._launched or self._scheduler.busy)
+        running = self._opened is not None and self._opened.scheduler.busy
+        return bool(self._arrived or self._cancelled or self._launched or running)
 
     def step(self) -> None:
         """One round: launches what the scheduler gives and reads the oldest results."""
@@ -303,16 +304,59 @@ class Engine:
             try:
                 self._round()
             except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error) or not self._scheduler.running:
+                if not out_of_memory(error) or not self._parts.scheduler.running:
                     raise
                 self._recover(error)
+
+    # How the device is divided.
+
+    @property
+    def max_context(self) -> int:
+        """How many tokens prompt and text may have together."""
+        return self._parts.max_context
+
+    @property
+    def _parts(self) -> Parts:
+        """Made when they are first needed: the bank of the adapters registered until then comes
+        first, and the cache takes what it leaves."""
+        if self._opened is None:
+            with self._lock:
+                if self._opened is None:
+                    self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> Parts:
+        config, options, residency = self.config, self.options, self._residency
+        try:
+            residency.prepare()
+        except OutOfDeviceMemory:
+            pass  # whoever asks for one of these adapters is told
+        num_pages = options.num_pages(config, self.params.embed_tokens.dtype, residency.nbytes)
+        max_context = min(config.max_context, num_pages * options.page_size)
+        pages = PagePool(num_pages, options.page_size)
+        try:
+            runner = Runner(config, self.params, residency, options, num_pages)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise OutOfDeviceMemory(
+                f"the device has no memory left for a KV cache of {num_pages} pages; give it less "
+                "(memory=), or have fewer adapters at a time (max_adapters=)."
+            ) from error
+        return Parts(
+            max_context=max_context,
+            intake=Intake(config, self.tokenizer, self._registry, max_context),
+            pages=pages,
+            runner=runner,
+            scheduler=Scheduler(options.limits(), pages, residency, self._settle, self._refuse),
+        )
 
     # The steps of the loop.
 
     def _take_in(self) -> None:
         """Queues what was submitted and ends what was cancelled since the last step."""
         while self._arrived:
-            self._scheduler.add(self._arrived.popleft())
+            self._parts.scheduler.add(self._arrived.popleft())
         while self._cancelled:
             sequence = self._cancelled.popleft()
             if not sequence.finished:
@@ -320,11 +364,11 @@ class Engine:
 
     def _round(self) -> None:
         launched = False
-        if work := self._scheduler.schedule_prefill():
-            self._launched.append(Launched(work, *self._runner.prefill(work)))
+        if work := self._parts.scheduler.schedule_prefill():
+            self._launched.append(Launched(work, *self._parts.runner.prefill(work)))
             launched = True
-        if work := self._scheduler.schedule_decode():
-            self._launched.append(Launched(work, self._runner.decode(work)))
+        if work := self._parts.scheduler.schedule_decode():
+            self._launched.append(Launched(work, self._parts.runner.decode(work)))
             launched = True
         ahead = self.options.ahead if launched else 0
         while len(self._launched) > ahead:
@@ -342,7 +386,7 @@ class Engine:
             self._settle()
         except jax.errors.JaxRuntimeError:  # of a step that was launched before
             self._launched.clear()
-        running = self._scheduler.running
+        running = self._parts.scheduler.running
         if self._failures > 1 and running:
             youngest = max(running, key=lambda sequence: sequence.number)
             reason = str(error).strip().partition("\n")[0]
@@ -351,12 +395,12 @@ class Engine:
                 "the device ran out of memory while this request ran, the last to arrive; give the "
                 f"KV cache less (memory=), or have fewer rows or adapters at a time. {reason}",
             )
-        self._scheduler.preempt_all()
-        self._scheduler.shrink()
+        self._parts.scheduler.preempt_all()
+        self._parts.scheduler.shrink()
         if self._residency.lost:
             self._residency.forget()
-        self._pages.forget()
-        self._runner.reset()
+        self._parts.pages.forget()
+        self._parts.runner.reset()
 
     def _settle(self) -> None:
         """Reads the results of everything that was launched."""
@@ -391,7 +435,7 @@ class Engine:
             self._retire(sequence, reason, error, fresh.get(sequence, ()))
         if isinstance(launched.work, DecodeWork):
             self._failures = 0
-            self._scheduler.recover()
+            self._parts.scheduler.recover()
 
     def _refuse(self, sequence: Sequence, error: str) -> None:
         self._retire(sequence, "error", error)
@@ -403,7 +447,7 @@ class Engine:
         error: str | None = None,
         tokens: Iterable[int] = (),
     ) -> None:
-        self._scheduler.finish(sequence)
+        self._parts.scheduler.finish(sequence)
         self._meter.ended(sequence, reason)
         sequence.text.finish()
         completion = sequence.completion(reason, error)

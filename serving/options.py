@@ -10,11 +10,13 @@ from scute_jax.kernels import Implementation
 from scute_jax.models.cache import page_bytes
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.errors import ModelError
+from scute_jax.peft.base import Base
 from scute_jax.serving.scheduler import Limits
 
 CPU_CACHE_BYTES = 512 << 20
 GPU_SHARE = 0.9
 ACTIVATION_SHARE = 0.08  # of the device, left for activations and compiled steps
+RANK_TO_COME = 16  # of LoRAs at every projection, for which there is room however late they come
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class EngineOptions:
     """How an engine divides its machine. `defaults` fits them to the device that jax uses.
 
     `memory` is what the KV cache may take: a whole number is bytes, a fraction is a share of the
-    device of which weights and adapters are taken off first. Every shape in `prefill_blocks` and
-    `decode_rows` is compiled once; both ascend.
+    device of which weights and adapters are taken off first: those that are registered when the
+    first request comes (or the warm-up), and `max_adapters` LoRAs of rank 16 at least. Every shape
+    in `prefill_blocks` and `decode_rows` is compiled once; both ascend.
     """
 
     max_adapters: int = 16  # resident at a time
@@ -80,23 +83,32 @@ class EngineOptions:
             decode_rows=self.decode_rows,
         )
 
-    def num_pages(self, config: LlamaConfig, dtype: jnp.dtype) -> int:
+    def num_pages(self, config: LlamaConfig, dtype: jnp.dtype, bank: int = 0) -> int:
         """How many cache pages the budget holds, at most what all rows could ever use.
 
+        `bank` says how many bytes of the device the adapters take already.
         Raises: ModelError if that is less than one page per decode row.
         """
         each = page_bytes(config, self.page_size, dtype)
         most = self.decode_rows[-1] * -(-config.max_context // self.page_size)
-        budget = self._cache_bytes()
+        budget = self._cache_bytes(max(0, self._adapter_bytes(config, dtype) - bank))
         if budget < each * self.decode_rows[-1]:
             raise ModelError(
                 f"memory={self.memory} leaves {budget >> 20} MiB for the KV cache, but one page "
                 f"for each of {self.decode_rows[-1]} rows takes "
-                f"{each * self.decode_rows[-1] >> 20} MiB; give more memory or fewer rows."
+                f"{each * self.decode_rows[-1] >> 20} MiB; give more memory, or have fewer rows or "
+                "fewer adapters at a time (max_adapters=)."
             )
         return min(most, budget // each)
 
-    def _cache_bytes(self) -> int:
+    def _adapter_bytes(self, config: LlamaConfig, dtype: jnp.dtype) -> int:
+        """What `max_adapters` LoRAs of rank RANK_TO_COME take."""
+        layers = (p for p in Base.from_config(config).projections if ".layers." in p.module)
+        widths = sum(p.d_in + p.d_out for p in layers)
+        return widths * RANK_TO_COME * jnp.dtype(dtype).itemsize * self.max_adapters
+
+    def _cache_bytes(self, adapters: int) -> int:
+        """The budget of the cache; `adapters` bytes of the device are for those to come."""
         if isinstance(self.memory, int):
             return self.memory
         stats = jax.local_devices()[0].memory_stats()
@@ -104,4 +116,4 @@ class EngineOptions:
             return CPU_CACHE_BYTES
         total, used = stats["bytes_limit"], stats["bytes_in_use"]
         share = GPU_SHARE if self.memory is None else self.memory
-        return max(0, int(total * (share - ACTIVATION_SHARE)) - used)
+        return max(0, int(total * (share - ACTIVATION_SHARE)) - used - adapters)

@@ -50,6 +50,11 @@ class Residency:
         """The routes that tenants seen so far use."""
         return self._room.routes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the bank takes now."""
+        return 0 if self._bank is None else self._bank.nbytes
+
     def expect(self, tenant: Tenant) -> None:
         """Plans for a tenant; the bank is made that large when one that needs it is acquired."""
         self._room.add(tenant)

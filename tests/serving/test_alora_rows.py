@@ -120,12 +120,12 @@ def test_pages_of_the_base_serve_every_adapter_up_to_its_invocation(folders):
     engine = make_engine(folders, page_size=16)
     prompt = prompts()["within"]
     engine.generate([request(prompt, None)])
-    before = set(engine._pages._page_of)
-    sequence = engine._intake.sequence(request(prompt, "alora"), 99, "x", None)
-    shared = engine._pages.share(
+    before = set(engine._parts.pages._page_of)
+    sequence = engine._parts.intake.sequence(request(prompt, "alora"), 99, "x", None)
+    shared = engine._parts.pages.share(
         page_digests(sequence.tenant.version, prompt, 16, sequence.active_from, "base")
     )
-    engine._pages.give_back(shared)
+    engine._parts.pages.give_back(shared)
     assert sequence.active_from == 50 and len(shared) == 3 and len(before) == 4
     for name in ("alora", "other", "lora"):
         (done,) = engine.generate([request(prompt, name)])
@@ -144,7 +144,7 @@ def test_with_few_pages_each_request_is_what_it_is_alone(engine, folders):
         for adapter in (None, "alora", "lora")
     ]
     together = small.generate(requests)
-    assert small._scheduler.preemptions > 0
+    assert small._parts.scheduler.preemptions > 0
     for asked, done in zip(requests, together, strict=True):
         (alone,) = engine.generate([asked])
         assert done.token_ids == alone.token_ids

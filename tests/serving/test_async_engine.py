@@ -147,7 +147,7 @@ def test_an_engine_that_fails_tells_every_stream():
             def broken(work):
                 raise RuntimeError("the device is gone")
 
-            engine._runner.decode = broken
+            engine._parts.runner.decode = broken
             for stream in streams:
                 with pytest.raises(EngineStopped, match="failed: the device is gone"):
                     await collect(stream)

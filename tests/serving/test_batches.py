@@ -59,7 +59,7 @@ def test_cancelled_requests_leave_the_others_alone(engine):
     next(cancelled)
     cancelled.close()
     assert texts(engine.generate(requests)) == expected
-    assert engine._pages.held == 0 and not engine.busy
+    assert engine._parts.pages.held == 0 and not engine.busy
 
 
 def test_warmed_up_with_one_adapter_then_all_at_once(folders):

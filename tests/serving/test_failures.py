@@ -50,32 +50,32 @@ class Failing:
 def test_a_step_that_ran_out_of_memory_is_done_again(which, ahead):
     engine = three(ahead=ahead)
     expected = alone(three(), requests())
-    step = getattr(engine._runner, which)
-    setattr(engine._runner, which, Failing(step, lambda call: call in (2, 5, 9)))
+    step = getattr(engine._parts.runner, which)
+    setattr(engine._parts.runner, which, Failing(step, lambda call: call in (2, 5, 9)))
     assert tokens(engine.generate(requests())) == expected
     assert engine.stats().out_of_memory >= 2 and engine.stats().preemptions > 0
     assert clean(engine)
     tokens(engine.generate(requests()))
-    assert engine._scheduler.allowed == engine._scheduler.limits.rows
+    assert engine._parts.scheduler.allowed == engine._parts.scheduler.limits.rows
 
 
 def test_where_memory_never_suffices_each_request_says_so_and_the_engine_lives_on():
     engine = three()
-    step = engine._runner._decode
-    engine._runner._decode = Failing(step, lambda call: True, lost=False)
+    step = engine._parts.runner._decode
+    engine._parts.runner._decode = Failing(step, lambda call: True, lost=False)
     for completion in engine.generate(requests(5)):
         assert completion.finish_reason == "error"
         assert "ran out of memory while this request ran" in completion.error
         assert "memory=" in completion.error and "allocate 123 bytes" in completion.error
     assert clean(engine)
-    engine._runner._decode = step
+    engine._parts.runner._decode = step
     assert tokens(engine.generate(requests())) == alone(three(), requests())
 
 
 def test_a_second_failure_in_a_row_costs_one_request_and_no_other():
     engine = three()
-    step = engine._runner._decode
-    engine._runner._decode = Failing(step, lambda call: call in (2, 3))
+    step = engine._parts.runner._decode
+    engine._parts.runner._decode = Failing(step, lambda call: call in (2, 3))
     completions = engine.generate(requests(4))
     failed = [i for i, c in enumerate(completions) if c.finish_reason == "error"]
     assert len(failed) == 1 and failed != [0], "the first to arrive is never the youngest"
@@ -90,7 +90,7 @@ def test_another_error_of_a_step_is_not_taken_for_full_memory():
     def broken(*args, **how):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    engine._runner._decode = broken
+    engine._parts.runner._decode = broken
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         engine.generate(requests(1))
 
@@ -183,8 +183,8 @@ def test_a_warm_up_without_memory_says_so_and_leaves_requests_alone(which):
     expected = alone(three(), [request])
     stream = engine.stream([request])
     next(stream)
-    step = getattr(engine._runner, which)
-    setattr(engine._runner, which, Failing(step, lambda call: call == 2))
+    step = getattr(engine._parts.runner, which)
+    setattr(engine._parts.runner, which, Failing(step, lambda call: call == 2))
     with pytest.raises(OutOfDeviceMemory, match="for the steps; give the KV cache less"):
         engine.warm_up()
     assert [list(stream)[-1].completion.token_ids] == expected and clean(engine)
