@@ -47,9 +47,7 @@ class RankBlocks:
         self._pages = self._load_pages(self._numbers(0)) if self.one else None
 
     def fold(self, step: Callable[[Block, T], T], carry: T) -> T:
-        """`step` over the blocks that the adapter has; its rank must not be 0."""
-        if self.one:
-            return step(self.block(0), carry)
+        """`step` over the blocks that the adapter has."""
         blocks = pl.cdiv(self.rank, self.size)
         return jax.lax.fori_loop(0, blocks, lambda b, carry: step(self.block(b), carry), carry)
 

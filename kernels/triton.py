@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -40,3 +41,16 @@ def pallas_call(
         interpret=interpret,
     )
     return lambda *args: call(*jax.tree.leaves(args))
+
+
+class TileRows:
+    """The rows of one tile: where they start, which of the places of a block they fill."""
+
+    def __init__(self, tile, start_ref, rows_ref, size: int):
+        self.tile, self.count, self.place = tile, rows_ref[tile], jnp.arange(size)
+        self.row, self.held = start_ref[tile] + self.place, self.place < self.count
+
+    def of(self, ref, columns, inside):
+        """These rows of an array at some columns, and the mask of what is there of them."""
+        at = ref.at[self.row[:, None], columns[None, :]]
+        return at, self.held[:, None] & inside[None, :]

@@ -19,7 +19,7 @@ from scute_jax.kernels.pools import LowRank, Vectors, most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks, block_size
 from scute_jax.kernels.tiles import Tiles
-from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
 
@@ -95,9 +95,8 @@ def _kernel(slices, size, block_n, start_ref, rows_ref, *refs):
 
     A slice is (its first block of columns, their number, its layout, ranks in one product).
     """
-    i, column = pl.program_id(0), pl.program_id(1)
-    rows, place = rows_ref[i], jnp.arange(size)
-    row, held = start_ref[i] + place, place < rows
+    column = pl.program_id(1)
+    rows = TileRows(pl.program_id(0), start_ref, rows_ref, size)
     places = _places([layout for _, _, layout, _ in slices], 0)
     outs = refs[len(refs) - len(slices) :]
     for s, (first, count, (with_factors, with_scale, with_shift), block) in enumerate(slices):
@@ -107,35 +106,43 @@ def _kernel(slices, size, block_n, start_ref, rows_ref, *refs):
         scale = [next(own) for _ in range(2)] if with_scale else None
         shift = [next(own) for _ in range(2)] if with_shift else None
 
-        @pl.when((column >= first) & (column < first + count) & (rows > 0))
+        @pl.when((column >= first) & (column < first + count) & (rows.count > 0))
         def _slice(
             h_ref=h_ref, out_ref=out_ref, lowrank=lowrank, scale=scale, shift=shift, first=first,
             block=block,
         ):  # fmt: skip
-            scale_row = -1 if scale is None else scale[1][i]
-            shift_row = -1 if shift is None else shift[1][i]
-            adapter = None
-            if lowrank is not None:
-                adapter = RankBlocks(lowrank[2], lowrank[3], i, lowrank[1].shape[1], block)
-            rank = 0 if adapter is None else adapter.rank
+            c = (column - first) * block_n + jnp.arange(block_n)
+            expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block)
 
-            @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
-            def _work():
-                c = (column - first) * block_n + jnp.arange(block_n)
-                inside = c < h_ref.shape[1]
-                here = held[:, None] & inside[None, :]
-                y = plgpu.load(h_ref.at[row[:, None], c[None, :]], mask=here, other=0.0)
-                y = y.astype(jnp.float32)
-                if scale is not None:
-                    y = y + y * _vector(scale[0], scale_row, c, inside)
-                if shift is not None:
-                    y = y + _vector(shift[0], shift_row, c, inside)
-                if adapter is not None:
-                    low = partial(_sum_parts, lowrank[0], i, place, held)
-                    y = _add_low(adapter, low, lowrank[1], y, c, inside)
-                plgpu.store(
-                    out_ref.at[row[:, None], c[None, :]], y.astype(out_ref.dtype), mask=here
-                )
+
+def expand_block(
+    rows, c, h_ref, out_ref, lowrank, scale, shift, block, ready=lambda adapter: None
+):  # fmt: skip
+    """h * s + b + low B of a tile's rows at the columns c; nothing if its adapter has none of it.
+
+    `lowrank` is (low, B, table, rank), `scale` and `shift` (values, row), or None. `ready` is
+    called before low is read.
+    """
+    scale_row = -1 if scale is None else scale[1][rows.tile]
+    shift_row = -1 if shift is None else shift[1][rows.tile]
+    adapter = None
+    if lowrank is not None:
+        adapter = RankBlocks(lowrank[2], lowrank[3], rows.tile, lowrank[1].shape[1], block)
+    rank = 0 if adapter is None else adapter.rank
+
+    @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
+    def _work():
+        inside = c < h_ref.shape[1]
+        at, here = rows.of(h_ref, c, inside)
+        y = plgpu.load(at, mask=here, other=0.0).astype(jnp.float32)
+        if scale is not None:
+            y = y + y * _vector(scale[0], scale_row, c, inside)
+        if shift is not None:
+            y = y + _vector(shift[0], shift_row, c, inside)
+        if adapter is not None:
+            y = _add_low(adapter, rows, *lowrank[:2], y, c, inside, ready)
+        at, _ = rows.of(out_ref, c, inside)
+        plgpu.store(at, y.astype(out_ref.dtype), mask=here)
 
 
 def _vector(values_ref, row, c, inside):
@@ -145,18 +152,24 @@ def _vector(values_ref, row, c, inside):
     return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0).astype(jnp.float32)[None, :]
 
 
-def _add_low(adapter, low, B_ref, y, c, inside):
-    def add(own, y):
-        B = own.load(B_ref, c, inside)
-        return y + plgpu.dot(low(own).astype(B.dtype), B, precision=precision(B.dtype))
+def _add_low(adapter, rows, low_ref, B_ref, y, c, inside, ready):
+    def product(own, B):
+        low = _sum_parts(low_ref, rows, own).astype(B.dtype)
+        return plgpu.dot(low, B, precision=precision(B.dtype))
 
-    return adapter.fold(add, y)  # of an adapter without ranks, no block or one of zeros
+    if adapter.one:  # without ranks, a block of zeros
+        own = adapter.block(0)
+        B = own.load(B_ref, c, inside)  # on its way while low is not ready
+        ready(adapter)
+        return y + product(own, B)
+    ready(adapter)
+    return adapter.fold(lambda own, y: y + product(own, own.load(B_ref, c, inside)), y)
 
 
-def _sum_parts(low_ref, i, place, held, own):
+def _sum_parts(low_ref, rows, own):
     """The parts of x A added up, zero for rows and ranks that are not there."""
-    mask = held[:, None] & own.own[None, :]
-    at = (i, place[:, None], own.ranks[None, :])
+    mask = rows.held[:, None] & own.own[None, :]
+    at = (rows.tile, rows.place[:, None], own.ranks[None, :])
     parts = [
         plgpu.load(low_ref.at[(part, *at)], mask=mask, other=0.0)
         for part in range(low_ref.shape[0])

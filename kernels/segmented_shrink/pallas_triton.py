@@ -8,6 +8,7 @@ them anyway.
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from scute_jax.kernels.pools import LowRank, most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks, block_size
 from scute_jax.kernels.tiles import Tiles
-from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
+from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
 
@@ -84,34 +85,57 @@ def segmented_shrink(
 def _kernel(slices, size, d_in, each, block_k, start_ref, rows_ref, x_ref, *refs):
     """start, rows [n]; x [t, d_in]; per slice A [p, page, d_in], table [n, w], rank [n]; per slice
     low. A slice is (its first block of ranks, their number, ranks in a block)."""
-    which, i, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    rows, place = rows_ref[i], jnp.arange(size)
-    row, held = start_ref[i] + place, place < rows
+    which, part = pl.program_id(0), pl.program_id(2)
+    rows = TileRows(pl.program_id(1), start_ref, rows_ref, size)
     for s, (first, count, block) in enumerate(slices):
         A_ref, table_ref, rank_ref = refs[3 * s : 3 * s + 3]
         low_ref = refs[3 * len(slices) + s]
 
-        @pl.when((which >= first) & (which < first + count) & (rows > 0))
+        @pl.when((which >= first) & (which < first + count) & (rows.count > 0))
         def _slice(
             A_ref=A_ref, table_ref=table_ref, rank_ref=rank_ref, low_ref=low_ref, first=first,
             block=block,
         ):  # fmt: skip
-            adapter = RankBlocks(table_ref, rank_ref, i, A_ref.shape[1], block)
-            own = adapter.block(which - first)
+            adapter = RankBlocks(table_ref, rank_ref, rows.tile, A_ref.shape[1], block)
+            span = Span(part, each, block_k, d_in)
+            shrink_block(rows, adapter, which - first, span, x_ref, A_ref, low_ref)
 
-            def product(j, total):
-                k = (part * each + j) * block_k + jnp.arange(block_k)
-                inside = k < d_in
-                here = held[:, None] & inside[None, :]
-                xs = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=here, other=0.0)
-                a = own.load(A_ref, k, inside)
-                return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-            @pl.when(adapter.rank > (which - first) * block)
-            def _work():
-                total = jnp.zeros((size, block), jnp.float32)
-                total = (
-                    jax.lax.fori_loop(0, each, product, total) if each > 1 else product(0, total)
-                )
-                at = low_ref.at[part, i, place[:, None], own.ranks[None, :]]
-                plgpu.store(at, total, mask=held[:, None])
+@dataclass(frozen=True)
+class Span:
+    """A part of d_in: `each` products of `block_k` columns."""
+
+    part: Any
+    each: int
+    block_k: int
+    d_in: int
+
+    def columns(self, j):
+        k = (self.part * self.each + j) * self.block_k + jnp.arange(self.block_k)
+        return k, k < self.d_in
+
+
+def shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref, done=lambda: None):
+    """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such.
+
+    `done` is called behind it.
+    """
+    own = adapter.block(block)
+
+    def product(j, total):
+        k, inside = span.columns(j)
+        at, here = rows.of(x_ref, k, inside)
+        xs = plgpu.load(at, mask=here, other=0.0)
+        a = own.load(A_ref, k, inside)
+        return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
+
+    @pl.when(adapter.rank > block * adapter.size)
+    def _work():
+        total = jnp.zeros((rows.place.shape[0], adapter.size), jnp.float32)
+        if span.each > 1:
+            total = jax.lax.fori_loop(0, span.each, product, total)
+        else:
+            total = product(0, total)
+        at = low_ref.at[span.part, rows.tile, rows.place[:, None], own.ranks[None, :]]
+        plgpu.store(at, total, mask=rows.held[:, None])
+        done()
