@@ -191,7 +191,8 @@ def _by_column(entry: Entry, d_out: int) -> tuple[Array, Entry]:
     """Where each column of a sparse entry starts, and its rows and values sorted by column."""
     cols = entry["cols"]
     xp = namespace(cols)
-    order = xp.argsort(cols, stable=True)
+    narrow = cols.astype(xp.uint16) if d_out < 1 << 16 else cols  # is sorted ten times as fast
+    order = xp.argsort(narrow, stable=True)
     starts = xp.searchsorted(cols[order], xp.arange(d_out + 1, dtype=cols.dtype))
     parts = ((part, entry[part]) for part in ("rows", "values"))
     return starts, {p: namespace(array, order).take(array, order) for p, array in parts}

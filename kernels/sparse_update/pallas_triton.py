@@ -25,8 +25,8 @@ from scute_jax.kernels.tuning import tuned
 class SparseTile:
     """columns: of h in one program; width: entries of a column in one step; rows: at a time."""
 
-    columns: int = 64
-    width: int = 16
+    columns: int = 32
+    width: int = 32
     rows: int = 4
     num_warps: int = 4
     num_stages: int = 1
@@ -43,6 +43,7 @@ def sparse_update(
 ) -> Float[Array, "t d_out"]:
     """As the reference."""
     tile = tile or tuned(SparseTile, rows=h.shape[0])
+    pool = (sparse.starts, sparse.rows, sparse.values, sparse.row)
     columns = min(tile.columns, power_of_two(h.shape[1]))
     (out,) = pallas_call(
         partial(_kernel, columns, tile.width, min(tile.rows, tiles.size)),
@@ -53,12 +54,8 @@ def sparse_update(
         num_stages=tile.num_stages,
         interpret=interpret,
         aliases={3: 0},
-    )(tiles.slot, tiles.start, tiles.rows, h, x, *_parts(sparse))
+    )(tiles.slot, tiles.start, tiles.rows, h, x, *pool)
     return out
-
-
-def _parts(sparse: SparseEntries) -> tuple[Array, ...]:
-    return sparse.starts, sparse.rows, sparse.values, sparse.row
 
 
 def _kernel(
