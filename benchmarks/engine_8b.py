@@ -95,7 +95,7 @@ def compile_all(lab: Lab, programs: list[tuple[str, str, int]]) -> None:
 
     def one(program: tuple[str, str, int]) -> None:
         pool, kind, size = program
-        say(f"compiled {pool} {kind} {size} in {made[pool].compile(kind, size):.0f} s")
+        say(f"compiled {pool} {kind} {size} {made[pool].compile(kind, size)}")
 
     made = {}
     for pool in dict.fromkeys(pool for pool, _, _ in programs):

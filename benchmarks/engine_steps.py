@@ -1,7 +1,10 @@
 """The compiled steps of an engine, called as it calls them, and the time that they take."""
 
+import math
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -49,14 +52,18 @@ class Steps:
         self.pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._slots))
         jax.block_until_ready(self._slots)
 
-    def compile(self, kind: str, size: int) -> float:
-        """Compiles a step, so that calls find it compiled; returns the seconds it took."""
+    def compile(self, kind: str, size: int) -> str:
+        """Compiles a step, so that calls find it compiled; says how long it took, and which
+        instructions have a whole array of the cache for their result: two writes a layer."""
         began = time.perf_counter()
         step = self._runner._decode if kind == "decode" else self._runner._prefill
         plan = self.decode_plan(size, 16) if kind == "decode" else self.prefill_plan(size)
         args = (self.params, self._slots, self._runner._cache, self.rows(0), plan)
-        step.func.lower(*args, **step.keywords, **PLAIN).compile()
-        return time.perf_counter() - began
+        made = step.func.lower(*args, **step.keywords, **PLAIN).compile()
+        seconds = time.perf_counter() - began
+        found = Counter(_instructions(made.as_text(), self._runner._cache.k[0]))
+        shown = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+        return f"in {seconds:.0f} s; of the cache: {shown}"
 
     def decode_seconds(self, rows: int, keys: int, calls: int = 3, repeats: int = 5) -> float:
         """Seconds of one step of `rows` rows that look at `keys` keys, in calls in a row."""
@@ -200,6 +207,15 @@ def request(config: LlamaConfig, name: str | None, prompt: int, tokens: int) -> 
     ids = np.random.default_rng().integers(3, config.vocab_size, prompt).tolist()
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return Request(prompt_token_ids=ids, adapter=name, sampling=sampling)
+
+
+def _instructions(module: str, array: jax.Array) -> list[str]:
+    """The names of the instructions of a compiled module whose result has the size of `array`,
+    but for those that move nothing."""
+    still = {"parameter", "get-tuple-element", "bitcast", "tuple", "scatter"}
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", module)
+    sizes = [(math.prod(map(int, shape.split(","))), name) for shape, name in found]
+    return [name for size, name in sizes if size == array.size and name not in still]
 
 
 def median_seconds(run: Callable[[], None], repeats: int) -> float:
