@@ -48,6 +48,8 @@ class RankBlocks:
 
     def fold(self, step: Callable[[Block, T], T], carry: T) -> T:
         """`step` over the blocks that the adapter has."""
+        if self.one:  # without ranks, a block of zeros
+            return step(self.block(0), carry)
         blocks = pl.cdiv(self.rank, self.size)
         return jax.lax.fori_loop(0, blocks, lambda b, carry: step(self.block(b), carry), carry)
 

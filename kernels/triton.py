@@ -44,11 +44,17 @@ def pallas_call(
 
 
 class TileRows:
-    """The rows of one tile: where they start, which of the places of a block they fill."""
+    """The rows of one tile: where they start, which of the places of a block they fill.
+
+    A tile of less than MIN_SIDE rows is taken row by row, without tensor cores (`few`).
+    """
 
     def __init__(self, tile, start_ref, rows_ref, size: int):
-        self.tile, self.count, self.place = tile, rows_ref[tile], jnp.arange(size)
-        self.row, self.held = start_ref[tile] + self.place, self.place < self.count
+        self.few = size < MIN_SIDE
+        self.size = size if self.few else power_of_two(size)
+        self.tile, self.count, self.place = tile, rows_ref[tile], jnp.arange(self.size)
+        self.start = start_ref[tile]
+        self.row, self.held = self.start + self.place, self.place < self.count
 
     def of(self, ref, columns, inside):
         """These rows of an array at some columns, and the mask of what is there of them."""

@@ -79,11 +79,12 @@ def block_segments(
 def tile_rows(num_rows: int, num_adapters: int) -> int:
     """Rows per tile: few when most segments hold few rows, more when tiles would be well filled.
 
-    A GPU's tensor cores take no fewer than 16; anywhere else a tile of one row is the cheapest.
+    A GPU's tensor cores take no fewer than 16, and are left out for tiles of fewer rows; anywhere
+    else a tile of one row is the cheapest.
     """
-    least = 16 if jax.default_backend() == "gpu" else 1
     per_adapter = num_rows // max(num_adapters, 1)
-    return next((size for size in (64, 32, 16) if per_adapter >= size), least)
+    few = (1,) if jax.default_backend() != "gpu" else (16, 4) if per_adapter > 4 else (4,)
+    return next((size for size in (64, 32, 16) if per_adapter >= size), few[0])
 
 
 def _check(ids: np.ndarray, num_adapters: int, presorted: bool) -> None:

@@ -19,7 +19,7 @@ from scute_jax.kernels.pools import LowRank, Vectors, most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks, block_size
 from scute_jax.kernels.tiles import Tiles
-from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
+from scute_jax.kernels.triton import TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
 
@@ -61,12 +61,11 @@ def segmented_expand(
         args += [lows, f.B, f.table, f.rank] if f is not None else []
         args += [sc.values, sc.row] if sc is not None else []
         args += [sh.values, sh.row] if sh is not None else []
-    size = max(MIN_SIDE, power_of_two(tiles.size))
     blocks = [factors[s] and block_size(factors[s], tile.block_r) for s in live]
     slices = tuple(zip(accumulate(counts, initial=0), counts, layout, blocks, strict=False))
     head = (tiles.start, tiles.rows)
     outs = pallas_call(
-        partial(_kernel, slices, size, block_n),
+        partial(_kernel, slices, tiles.size, block_n),
         name="segmented_expand",
         grid=(n, sum(counts)),
         out_shape=[jax.ShapeDtypeStruct(h[s].shape, h[s].dtype) for s in live],
@@ -112,16 +111,13 @@ def _kernel(slices, size, block_n, start_ref, rows_ref, *refs):
             block=block,
         ):  # fmt: skip
             c = (column - first) * block_n + jnp.arange(block_n)
-            expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block)
+            _expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block)
 
 
-def expand_block(
-    rows, c, h_ref, out_ref, lowrank, scale, shift, block, ready=lambda adapter: None
-):  # fmt: skip
+def _expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block):
     """h * s + b + low B of a tile's rows at the columns c; nothing if its adapter has none of it.
 
-    `lowrank` is (low, B, table, rank), `scale` and `shift` (values, row), or None. `ready` is
-    called before low is read.
+    `lowrank` is (low, B, table, rank), `scale` and `shift` (values, row), or None.
     """
     scale_row = -1 if scale is None else scale[1][rows.tile]
     shift_row = -1 if shift is None else shift[1][rows.tile]
@@ -129,49 +125,75 @@ def expand_block(
     if lowrank is not None:
         adapter = RankBlocks(lowrank[2], lowrank[3], rows.tile, lowrank[1].shape[1], block)
     rank = 0 if adapter is None else adapter.rank
+    inside = c < h_ref.shape[1]
+
+    def riding(y):
+        """h * s + b of one row, or of rows."""
+        y, wide = y.astype(jnp.float32), (None,) * (y.ndim - 1)
+        if scale is not None:
+            y = y + y * _vector(scale[0], scale_row, c, inside)[*wide]
+        if shift is not None:
+            y = y + _vector(shift[0], shift_row, c, inside)[*wide]
+        return y
 
     @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
     def _work():
-        inside = c < h_ref.shape[1]
-        at, here = rows.of(h_ref, c, inside)
-        y = plgpu.load(at, mask=here, other=0.0).astype(jnp.float32)
-        if scale is not None:
-            y = y + y * _vector(scale[0], scale_row, c, inside)
-        if shift is not None:
-            y = y + _vector(shift[0], shift_row, c, inside)
-        if adapter is not None:
-            y = _add_low(adapter, rows, *lowrank[:2], y, c, inside, ready)
-        at, _ = rows.of(out_ref, c, inside)
-        plgpu.store(at, y.astype(out_ref.dtype), mask=here)
+        (_few_rows if rows.few else _many_rows)(
+            rows, c, inside, h_ref, out_ref, riding, adapter, *(lowrank or (None, None))[:2]
+        )
+
+
+def _many_rows(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
+    def add(own, y):
+        mask = rows.held[:, None] & own.own[None, :]
+        low = _sum_parts(low_ref, (rows.tile, rows.place[:, None], own.ranks[None, :]), mask)
+        B = own.load(B_ref, c, inside)
+        return y + plgpu.dot(low.astype(B.dtype), B, precision=precision(B.dtype))
+
+    at, here = rows.of(h_ref, c, inside)
+    y = riding(plgpu.load(at, mask=here, other=0.0))
+    if adapter is not None:
+        y = adapter.fold(add, y)
+    at, _ = rows.of(out_ref, c, inside)
+    plgpu.store(at, y.astype(out_ref.dtype), mask=here)
+
+
+def _few_rows(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
+    """Row by row, with B in registers: a tensor core would have to be filled with zeros."""
+    places = range(rows.size)
+
+    def add(own, ys):
+        B = own.load(B_ref, c, inside)
+
+        def product(p, y):
+            low = _sum_parts(low_ref, (rows.tile, p, own.ranks), own.own).astype(B.dtype)
+            return y + jnp.sum(low.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
+
+        return tuple(
+            jax.lax.cond(p < rows.count, partial(product, p, y), lambda y=y: y)
+            for p, y in zip(places, ys, strict=True)
+        )
+
+    masks = [inside & (p < rows.count) for p in places]
+    at = [(rows.start + p, c) for p in places]
+    ys = tuple(
+        riding(plgpu.load(h_ref.at[a], mask=mask, other=0.0))
+        for a, mask in zip(at, masks, strict=True)
+    )
+    if adapter is not None:
+        ys = adapter.fold(add, ys)
+    for a, mask, y in zip(at, masks, ys, strict=True):
+        plgpu.store(out_ref.at[a], y.astype(out_ref.dtype), mask=mask)
 
 
 def _vector(values_ref, row, c, inside):
     """Columns c of a vector, zero if there is none: a row past the table is never read."""
     at = jnp.maximum(row, 0)
     mask = inside & (row >= 0)
-    return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0).astype(jnp.float32)[None, :]
+    return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0).astype(jnp.float32)
 
 
-def _add_low(adapter, rows, low_ref, B_ref, y, c, inside, ready):
-    def product(own, B):
-        low = _sum_parts(low_ref, rows, own).astype(B.dtype)
-        return plgpu.dot(low, B, precision=precision(B.dtype))
-
-    if adapter.one:  # without ranks, a block of zeros
-        own = adapter.block(0)
-        B = own.load(B_ref, c, inside)  # on its way while low is not ready
-        ready(adapter)
-        return y + product(own, B)
-    ready(adapter)
-    return adapter.fold(lambda own, y: y + product(own, own.load(B_ref, c, inside)), y)
-
-
-def _sum_parts(low_ref, rows, own):
+def _sum_parts(low_ref, at, mask):
     """The parts of x A added up, zero for rows and ranks that are not there."""
-    mask = rows.held[:, None] & own.own[None, :]
-    at = (rows.tile, rows.place[:, None], own.ranks[None, :])
-    parts = [
-        plgpu.load(low_ref.at[(part, *at)], mask=mask, other=0.0)
-        for part in range(low_ref.shape[0])
-    ]
-    return reduce(jnp.add, parts)
+    parts = range(low_ref.shape[0])
+    return reduce(jnp.add, [plgpu.load(low_ref.at[p, *at], mask=mask, other=0.0) for p in parts])

@@ -59,7 +59,7 @@ def segmented_shrink(
     live = [f for f in factors if f is not None]
     if not live:
         return tuple(None for _ in factors)
-    size = max(MIN_SIDE, power_of_two(tiles.size))
+    size = tiles.size if tiles.size < MIN_SIDE else power_of_two(tiles.size)
     n, d_in = tiles.slot.shape[0], x.shape[1]
     tile = replace(tile, block_k=min(tile.block_k, power_of_two(d_in)))
     sizes = tuple(block_size(f, tile.block_r) for f in live)
@@ -98,7 +98,7 @@ def _kernel(slices, size, d_in, each, block_k, start_ref, rows_ref, x_ref, *refs
         ):  # fmt: skip
             adapter = RankBlocks(table_ref, rank_ref, rows.tile, A_ref.shape[1], block)
             span = Span(part, each, block_k, d_in)
-            shrink_block(rows, adapter, which - first, span, x_ref, A_ref, low_ref)
+            _shrink_block(rows, adapter, which - first, span, x_ref, A_ref, low_ref)
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,28 @@ class Span:
     d_in: int
 
     def columns(self, j):
+        """The columns of product j, and which of them there are."""
         k = (self.part * self.each + j) * self.block_k + jnp.arange(self.block_k)
         return k, k < self.d_in
 
+    def total(self, product, zero):
+        """The sum of all products; `product(j, sum)` adds one."""
+        if self.each == 1:
+            return product(0, zero)
+        return jax.lax.fori_loop(0, self.each, product, zero)
 
-def shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref, done=lambda: None):
-    """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such.
 
-    `done` is called behind it.
-    """
+def _shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref):
+    """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such."""
     own = adapter.block(block)
+    products = _few_rows if rows.few else _many_rows
 
+    @pl.when(adapter.rank > block * adapter.size)
+    def _work():
+        products(rows, own, span, x_ref, A_ref, low_ref)
+
+
+def _many_rows(rows, own, span, x_ref, A_ref, low_ref):
     def product(j, total):
         k, inside = span.columns(j)
         at, here = rows.of(x_ref, k, inside)
@@ -129,13 +140,33 @@ def shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref, done=lambda:
         a = own.load(A_ref, k, inside)
         return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-    @pl.when(adapter.rank > block * adapter.size)
-    def _work():
-        total = jnp.zeros((rows.place.shape[0], adapter.size), jnp.float32)
-        if span.each > 1:
-            total = jax.lax.fori_loop(0, span.each, product, total)
-        else:
-            total = product(0, total)
-        at = low_ref.at[span.part, rows.tile, rows.place[:, None], own.ranks[None, :]]
-        plgpu.store(at, total, mask=rows.held[:, None])
-        done()
+    zero = jnp.zeros((rows.size, own.ranks.shape[0]), jnp.float32)
+    at = low_ref.at[span.part, rows.tile, rows.place[:, None], own.ranks[None, :]]
+    plgpu.store(at, span.total(product, zero), mask=rows.held[:, None])
+
+
+def _few_rows(rows, own, span, x_ref, A_ref, low_ref):
+    """Row by row, with A in registers: a tensor core would have to be filled with zeros."""
+    places = range(rows.size)
+
+    def product(j, totals):
+        k, inside = span.columns(j)
+        a = own.load(A_ref, k, inside).astype(jnp.float32)
+        xs = [
+            plgpu.load(x_ref.at[rows.start + p, k], mask=inside & (p < rows.count), other=0.0)
+            for p in places
+        ]
+        return tuple(
+            jax.lax.cond(
+                p < rows.count,
+                lambda t=t, x=x: t + jnp.sum(a * x.astype(jnp.float32)[None, :], axis=1),
+                lambda t=t: t,
+            )
+            for p, t, x in zip(places, totals, xs, strict=True)
+        )
+
+    zero = jnp.zeros((own.ranks.shape[0],), jnp.float32)
+    totals = span.total(product, (zero,) * rows.size)
+    for p, total in zip(places, totals, strict=True):
+        there = jnp.broadcast_to(p < rows.count, own.ranks.shape)
+        plgpu.store(low_ref.at[span.part, rows.tile, p, own.ranks], total, mask=there)

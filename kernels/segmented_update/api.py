@@ -8,10 +8,7 @@ from scute_jax.kernels.segmented_expand import pallas_triton as expand_triton
 from scute_jax.kernels.segmented_expand import reference as expand_reference
 from scute_jax.kernels.segmented_shrink import pallas_triton as shrink_triton
 from scute_jax.kernels.segmented_shrink import reference as shrink_reference
-from scute_jax.kernels.segmented_update import pallas_triton as fused
 from scute_jax.kernels.tiles import Tiles
-
-FEW_ROWS = 256  # up to which one launch beats two
 
 
 def segmented_update(
@@ -51,8 +48,6 @@ def _reference_slice(h, x, factors, scale, shift, tiles):
 
 
 def _pallas(h, x, factors, scale, shift, tiles, interpret):
-    if x.shape[0] <= FEW_ROWS and all(f is not None for f in factors):
-        return fused.segmented_update(h, x, factors, scale, shift, tiles, interpret=interpret)
     low = shrink_triton.segmented_shrink(x, factors, tiles, interpret=interpret)
     return expand_triton.segmented_expand(h, low, factors, scale, shift, tiles, interpret=interpret)
 

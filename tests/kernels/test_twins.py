@@ -23,6 +23,8 @@ CASES = {  # d_in, d_out, rows, tile, dtype
     "bfloat16": (96, 130, 70, 16, "bfloat16"),
     "float16": (96, 130, 70, 16, "float16"),
     "long tiles": (40, 48, 200, 64, "float32"),
+    "few rows in a tile": (576, 192, 30, 4, "float32"),
+    "few rows in bfloat16": (96, 130, 30, 4, "bfloat16"),
 }
 
 
