@@ -22,6 +22,7 @@ from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.steps import DecodePlan, PrefillPlan, Rows
 
 PLAIN = {"sampled": False, "top": 0}  # greedy decoding
+MOVED = 4 << 20
 FOREVER = 1 << 20  # tokens that a row may still generate
 
 
@@ -53,17 +54,17 @@ class Steps:
         jax.block_until_ready(self._slots)
 
     def compile(self, kind: str, size: int) -> str:
-        """Compiles a step, so that calls find it compiled; says how long it took, and which
-        instructions have a whole array of the cache for their result: two writes a layer."""
+        """Compiles a step, so that calls find it compiled; says how long it took, and what moves
+        arrays of MOVED bytes or more: weights and the cache should stay where they are."""
         began = time.perf_counter()
         step = self._runner._decode if kind == "decode" else self._runner._prefill
         plan = self.decode_plan(size, 16) if kind == "decode" else self.prefill_plan(size)
         args = (self.params, self._slots, self._runner._cache, self.rows(0), plan)
         made = step.func.lower(*args, **step.keywords, **PLAIN).compile()
         seconds = time.perf_counter() - began
-        found = Counter(_instructions(made.as_text(), self._runner._cache.k[0]))
-        shown = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
-        return f"in {seconds:.0f} s; of the cache: {shown}"
+        found = Counter(_moves(made.as_text()))
+        shown = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
+        return f"in {seconds:.0f} s; moves: {shown or 'none'}"
 
     def decode_seconds(self, rows: int, keys: int, calls: int = 3, repeats: int = 5) -> float:
         """Seconds of one step of `rows` rows that look at `keys` keys, in calls in a row."""
@@ -209,13 +210,15 @@ def request(config: LlamaConfig, name: str | None, prompt: int, tokens: int) -> 
     return Request(prompt_token_ids=ids, adapter=name, sampling=sampling)
 
 
-def _instructions(module: str, array: jax.Array) -> list[str]:
-    """The names of the instructions of a compiled module whose result has the size of `array`,
-    but for those that move nothing."""
-    still = {"parameter", "get-tuple-element", "bitcast", "tuple", "scatter"}
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", module)
-    sizes = [(math.prod(map(int, shape.split(","))), name) for shape, name in found]
-    return [name for size, name in sizes if size == array.size and name not in still]
+def _moves(module: str) -> list[str]:
+    """The instructions of a compiled module that only move or convert large arrays."""
+    names = "copy|copy-start|transpose|concatenate|convert|pad|bitcast-convert"
+    moves = []
+    for dtype, shape, name in re.findall(rf"= (\w+)\[([\d,]+)\]\S* ({names})\(", module):
+        count = math.prod(map(int, shape.split(",")))
+        if count * int(re.sub(r"\D", "", dtype) or 8) // 8 >= MOVED:
+            moves.append(f"{name} {dtype}[{shape}]")
+    return moves
 
 
 def median_seconds(run: Callable[[], None], repeats: int) -> float:

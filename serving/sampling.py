@@ -61,8 +61,12 @@ class TokenScores:
 
 
 def score(logits: Float[Array, "b vocab"], token: Int[Array, "b"], k: int) -> TokenScores:
-    """The scores of `token` under the softmax of each row."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
-    top, index = jax.lax.top_k(logprobs, k)
-    return TokenScores(chosen, index.astype(jnp.int32), top)
+    """The scores of `token` under the softmax of each row.
+
+    Without alternatives no array of log-probabilities is made: the vocabulary is large.
+    """
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)
+    top, index = jax.lax.top_k(logits, k)
+    return TokenScores((chosen - peak - total)[:, 0], index.astype(jnp.int32), top - peak - total)
