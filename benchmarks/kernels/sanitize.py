@@ -24,12 +24,14 @@ import numpy as np  # noqa: E402
 from scute_jax.bench import layer as pools  # noqa: E402
 from scute_jax.kernels import (  # noqa: E402
     Shared,
+    SparseEntries,
     Vectors,
     block_rotate,
     paged_attention,
     scale_input,
     segmented_update,
     shared_factors,
+    sparse_update,
 )
 from scute_jax.segments import segments  # noqa: E402
 
@@ -60,7 +62,7 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"vectors, {name}", partial(segmented_update, h, x, none, scale, none, seg.tiles)
         vector = _some(pools.vectors(next(keys), len(RANKS), d_in, dtype))
         yield f"scale input, {name}", partial(scale_input, x, vector, seg.tiles, seg.slot)
-        for block in (2, 8):
+        for block in (b for b in (2, 8, 24) if d_in % b == 0):
             R = _strong(pools.rotation(next(keys), len(RANKS), d_in, block, dtype))
             R = R.replace(row=jnp.where(R.row == 1, -1, R.row))
             call = partial(block_rotate, x, R, seg.tiles, seg.slot)
@@ -70,6 +72,8 @@ def cases() -> Iterator[tuple[str, Callable]]:
             yield f"rotate {block} in an order, {name}", call
         shared = _tenants(next(keys), d_in, outs[0], dtype)
         yield f"shared, {name}", partial(shared_factors, h[0], x, shared, seg.slot)
+        sparse = _sparse(d_in, outs[0], dtype)
+        yield f"sparse, {name}", partial(sparse_update, h[0], x, sparse, seg.tiles)
     for size, dtype in ((1, "bfloat16"), (32, "float32"), (64, "bfloat16")):
         yield f"attention, blocks of {size}, {dtype}", _attention(size, dtype)
 
@@ -95,6 +99,20 @@ def _tenants(key: jax.Array, d_in: int, d_out: int, dtype: str) -> Shared:
         row=jnp.asarray([[0, -1], [-1, -1], [2, 3], [1, -1], [4, -1]], jnp.int32),
         pair=jnp.asarray([[0, 0], [0, 0], [0, 1], [1, 0], [0, 0]], jnp.int32),
         d=(shared.d * jnp.asarray(20, dtype)).at[jnp.asarray([1, 3]), 5:].set(0),
+    )
+
+
+def _sparse(d_in: int, d_out: int, dtype: str) -> SparseEntries:
+    """Three matrices, two of them full to the last place; the last column has no entry."""
+    rng, z = np.random.default_rng(0), 9 * d_out
+    columns = np.sort(rng.integers(0, d_out - 1, (3, z)))
+    starts = [np.searchsorted(own, np.arange(d_out + 1)) for own in columns]
+    starts[1] = np.minimum(starts[1], z // 2)
+    return SparseEntries(
+        starts=jnp.asarray(np.stack(starts), jnp.int32),
+        rows=jnp.asarray(rng.integers(0, d_in, (3, z)), jnp.int32),
+        values=jnp.asarray(rng.normal(size=(3, z)), dtype),
+        row=jnp.asarray([2, -1, 0, -1, 1], jnp.int32),
     )
 
 
