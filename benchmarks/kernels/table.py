@@ -29,6 +29,7 @@ from scute_jax.bench.work import (
     expand_work,
     rotate_work,
     shared_work,
+    sparse_work,
     update_work,
 )
 from scute_jax.byte_model import Cost, Machine
@@ -81,6 +82,11 @@ class Bench:
         name = f"shared, {tenants} tenants, {rows} rows"
         return self._timed(name, "shared factors", make, load.cost(load.shared_form))
 
+    def sparse(self, rows: int) -> dict:
+        load = self.uniform(rows, 16)
+        make = partial(sparse_work, load, self.effort, self.op)
+        return self._timed(f"sparse, {rows} rows", "sparse", make, load.cost(load.sparse_form))
+
     def _timed(self, name: str, route: str | None, make: Callable, cost: Cost | None) -> dict:
         if name in self.found:
             return self.found[name]
@@ -131,6 +137,7 @@ MODELED = {  # route -> what is measured for it besides what the other rows have
         *(_call(Bench.rotate, rows, BLOCK) for rows in (64, 1024, 4096, 8192)),
         _call(Bench.rotate, 1024, 64),
     ],
+    "sparse": [_call(Bench.sparse, rows) for rows in (16, 64, 1024)],
 }
 
 

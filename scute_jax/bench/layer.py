@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array
 
 from scute_jax.byte_model import Cost, byte_cost, fused
-from scute_jax.kernels import LowRank, Rotation, Shared, Vectors
-from scute_jax.normal_form import NormalForm, Term
+from scute_jax.kernels import LowRank, Rotation, Shared, SparseEntries, Vectors
+from scute_jax.normal_form import NormalForm, Sparse, Term
 from scute_jax.segments import Segments, segments
 from scute_jax.slots import PAGE
 
@@ -93,6 +93,17 @@ class Load:
         A, B = _zeros(d_in, rank), _zeros(rank, d_out)
         return NormalForm(terms=(Term(A, B, d=_zeros(rank), e=_zeros(d_out), pair="pair"),))
 
+    def sparse_form(self, adapter: int, d_in: int, d_out: int) -> NormalForm:
+        """A matrix with the numbers that factors of its rank would have, in full columns."""
+        entries = (d_out * per_column(self.ranks[adapter], d_in, d_out),)
+        index = np.broadcast_to(np.int32(0), entries)
+        return NormalForm(S=Sparse(index, index, _zeros(*entries)))
+
+
+def per_column(rank: int, d_in: int, d_out: int) -> int:
+    """Entries of a column of a matrix with as many numbers as factors of this rank."""
+    return -(-rank * (d_in + d_out) // d_out)
+
 
 def turned_form(block: int):
     """form_of of adapters that rotate their input in blocks."""
@@ -148,6 +159,22 @@ def shared(
         u=None,
         row=row,
         pair=jnp.zeros_like(row),
+    )
+
+
+def sparse(
+    key: Array, count: int, rank: int, d_in: int, d_out: int, dtype=jnp.bfloat16
+) -> SparseEntries:
+    """A matrix of each adapter with as many entries in every column, see `per_column`."""
+    rows, values = jax.random.split(key)
+    each = per_column(rank, d_in, d_out)
+    shape = (count, each * d_out)
+    starts = jnp.arange(d_out + 1, dtype=jnp.int32) * each
+    return SparseEntries(
+        starts=jnp.broadcast_to(starts, (count, d_out + 1)),
+        rows=jax.random.randint(rows, shape, 0, d_in, jnp.int32),
+        values=_normal(values, shape, 0.01, dtype),
+        row=jnp.arange(count, dtype=jnp.int32),
     )
 
 

@@ -19,14 +19,23 @@ import jax.numpy as jnp
 
 from scute_jax.bench.layer import LLAMA_8B, Layer, Load
 from scute_jax.bench.timing import walls_in_turn
-from scute_jax.bench.work import Effort, Op, Work, rotate_work, shared_work, update_work
+from scute_jax.bench.work import (
+    Effort,
+    Op,
+    Work,
+    rotate_work,
+    shared_work,
+    sparse_work,
+    update_work,
+)
 from scute_jax.kernels import tuning
 from scute_jax.kernels.block_rotate.pallas_triton import RotateTile
 from scute_jax.kernels.segmented_expand.pallas_triton import ExpandTile
 from scute_jax.kernels.segmented_shrink.pallas_triton import ShrinkTile
 from scute_jax.kernels.shared_factors.pallas_triton import SharedTile
+from scute_jax.kernels.sparse_update.pallas_triton import SparseTile
 
-KINDS = (ShrinkTile, ExpandTile, RotateTile, SharedTile)
+KINDS = (ShrinkTile, ExpandTile, RotateTile, SharedTile, SparseTile)
 GAIN = 0.98  # of the time before: less than that is noise
 ROUNDS = 5
 ADAPTERS, BLOCK = 16, 32
@@ -75,6 +84,9 @@ def tasks(layer: Layer = LLAMA_8B, effort: Effort = Effort()) -> Iterator[Task]:
     for rows in (*few, 1024):
         work = partial(shared_work, Load(rows, (256,) * ADAPTERS, layer), effort)
         yield Task("shared", rows, (SharedTile,), tuning.bucket(rows=rows, rank=256), work)
+    for rows in (16, 64, 1024):
+        work = partial(sparse_work, Load(rows, (16,) * ADAPTERS, layer), effort)
+        yield Task("sparse", rows, (SparseTile,), tuning.bucket(rows=rows), work)
 
 
 def tune(task: Task, repeats: int, say: Say) -> Found:

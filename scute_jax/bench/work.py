@@ -19,11 +19,13 @@ from scute_jax.kernels import (
     block_rotate,
     segmented_update,
     shared_factors,
+    sparse_update,
 )
 from scute_jax.kernels.block_rotate.pallas_triton import block_rotate as rotate_twin
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors as shared_twin
+from scute_jax.kernels.sparse_update.pallas_triton import sparse_update as sparse_twin
 
 MIB = 1 << 20
 
@@ -148,6 +150,25 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
     return _looped(whole, state, stack, nbytes, effort)
 
 
+def sparse_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B008
+    """A sparse matrix of each adapter at every projection, with the numbers of a LoRA's factors."""
+    (xs, hs), stack = _sparse_arrays(load, _count(3 * load.factor_bytes(), effort))
+    tiles = load.segments().tiles
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(stack[0]))
+    x_bytes = 2 * load.rows * sum(d_in for d_in, _ in load.layer.sites)
+
+    def one(h, x, pool):
+        if not op.tiles:
+            return sparse_update(h, x, pool, tiles, implementation=op.how)
+        return sparse_twin(h, x, pool, tiles, *op.tiles, interpret=op.interpret)
+
+    def whole(state, layer):
+        xs, hs = state
+        return xs, [one(h, x, pool) for h, x, pool in zip(hs, xs, layer, strict=True)]
+
+    return _looped(whole, (xs, hs), stack, own + x_bytes + load.h_bytes(), effort)
+
+
 def _count(nbytes: int, effort: Effort) -> int:
     """How many layers hold `distinct` bytes together; two at least."""
     return max(2, min(effort.layers, -(-effort.distinct // nbytes)))
@@ -217,6 +238,20 @@ def _shared_arrays(load: Load, count: int) -> tuple[tuple, list]:
     )
     stack = [
         [pools.shared(next(keys), load.adapters, rank, *site) for site in sites]
+        for _ in range(count)
+    ]
+    return state, stack
+
+
+@lru_cache(maxsize=1)
+def _sparse_arrays(load: Load, count: int) -> tuple[tuple, list]:
+    sites, rank = load.layer.sites, load.ranks[0]
+    keys = iter(jax.random.split(jax.random.key(0), len(sites) * (count + 1)))
+    state = tuple(
+        pools.activations(next(keys), load.rows, widths) for widths in zip(*sites, strict=True)
+    )
+    stack = [
+        [pools.sparse(next(keys), load.adapters, rank, *site) for site in sites]
         for _ in range(count)
     ]
     return state, stack

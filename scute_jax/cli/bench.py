@@ -15,13 +15,14 @@ from rich.table import Table
 from scute_jax.bench.layer import LLAMA_8B, SMALL, Layer, Load
 from scute_jax.bench.timing import time_work
 from scute_jax.bench.tune import ADAPTERS, BLOCK, changes, tasks, tune, write
-from scute_jax.bench.work import Effort, rotate_work, shared_work, update_work
+from scute_jax.bench.work import Effort, rotate_work, shared_work, sparse_work, update_work
 from scute_jax.calibrate import MIB, copy_bandwidth
 from scute_jax.cli.generate import adapter_paths
 from scute_jax.cli.progress import say
 from scute_jax.kernels import tuning
 from scute_jax.serving import Engine, Request, SamplingParams
 
+OPS = ("update", "rotate", "shared", "sparse")
 REFERENCE = Effort(distinct=0, layers=2, call_us=0, repeats=5)
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernels = what.add_parser("kernels", help="16 adapters on one layer of Llama-3.1-8B")
     kernels.add_argument("--tune", action="store_true", help="search tiles for this GPU, keep them")
     kernels.add_argument("--table", type=Path, help="where to keep them (default: the one in use)")
-    kernels.add_argument("--only", nargs="*", choices=("update", "rotate", "shared"))
+    kernels.add_argument("--only", nargs="*", choices=OPS)
     kernels.add_argument("--rows", nargs="*", type=int, help="with --tune: these rows only")
     engine = what.add_parser("engine", help="tokens a second of a model and adapters in one batch")
     engine.add_argument("--model", required=True, help="model folder, GGUF file or hub id")
@@ -105,6 +106,8 @@ def _works(layer: Layer, effort: Effort, only: Sequence[str] | None) -> Iterator
             yield name, partial(rotate_work, load(rows, 1), BLOCK, effort)
         if wanted("shared"):
             yield f"VeRA, rank 256, {rows} rows", partial(shared_work, load(rows, 256), effort)
+        if wanted("sparse"):
+            yield f"SHiRA, {rows} rows", partial(sparse_work, load(rows, 16), effort)
 
 
 def _tune(args: argparse.Namespace) -> list[dict]:
