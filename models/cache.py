@@ -47,14 +47,5 @@ def write_pages(
     page: Int[Array, "t"],
     place: Int[Array, "t"],
 ) -> Float[Array, "p hkv page dh"]:
-    """The pages with new[i] at place[i] of page[i]; a page past the end is not written.
-
-    Written as rows of one matrix: XLA transposes what a scatter indexes in other than its leading
-    dimensions, and here that would be the whole cache.
-    """
-    p, hkv, size, dh = pages.shape
-    head = jnp.arange(hkv, dtype=page.dtype)
-    row = (page[:, None] * hkv + head[None, :]) * size + place[:, None]
-    rows, values = jnp.reshape(pages, (p * hkv * size, dh)), jnp.reshape(new, (-1, dh))
-    rows = rows.at[jnp.reshape(row, (-1,))].set(values.astype(pages.dtype), mode="drop")
-    return jnp.reshape(rows, pages.shape)
+    """The pages with new[i] at place[i] of page[i]; a page past the end is not written."""
+    return pages.at[page, :, place].set(new.astype(pages.dtype), mode="drop")
