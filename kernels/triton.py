@@ -46,12 +46,12 @@ def pallas_call(
 class TileRows:
     """The rows of one tile: where they start, which of the places of a block they fill.
 
-    A tile of less than MIN_SIDE rows is taken row by row, without tensor cores (`few`).
+    A tile of one row needs no tensor cores, which would have to be filled with zeros (`one`).
     """
 
     def __init__(self, tile, start_ref, rows_ref, size: int):
-        self.few = size < MIN_SIDE
-        self.size = size if self.few else power_of_two(size)
+        self.one = size == 1
+        self.size = 1 if self.one else max(MIN_SIDE, power_of_two(size))
         self.tile, self.count, self.place = tile, rows_ref[tile], jnp.arange(self.size)
         self.start = start_ref[tile]
         self.row, self.held = self.start + self.place, self.place < self.count

@@ -79,12 +79,12 @@ def block_segments(
 def tile_rows(num_rows: int, num_adapters: int) -> int:
     """Rows per tile: few when most segments hold few rows, more when tiles would be well filled.
 
-    A GPU's tensor cores take no fewer than 16, and are left out for tiles of fewer rows; anywhere
-    else a tile of one row is the cheapest.
+    A GPU's tensor cores take no fewer than 16; a tile of one row, which leaves them out, is the
+    cheapest where hardly any adapter has two, and anywhere else.
     """
     per_adapter = num_rows // max(num_adapters, 1)
-    few = (1,) if jax.default_backend() != "gpu" else (16, 4) if per_adapter > 4 else (4,)
-    return next((size for size in (64, 32, 16) if per_adapter >= size), few[0])
+    least = 16 if jax.default_backend() == "gpu" and per_adapter > 1 else 1
+    return next((size for size in (64, 32, 16) if per_adapter >= size), least)
 
 
 def _check(ids: np.ndarray, num_adapters: int, presorted: bool) -> None:

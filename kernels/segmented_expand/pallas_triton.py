@@ -138,7 +138,7 @@ def _expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block):
 
     @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
     def _work():
-        (_few_rows if rows.few else _many_rows)(
+        (_one_row if rows.one else _many_rows)(
             rows, c, inside, h_ref, out_ref, riding, adapter, *(lowrank or (None, None))[:2]
         )
 
@@ -158,32 +158,16 @@ def _many_rows(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref)
     plgpu.store(at, y.astype(out_ref.dtype), mask=here)
 
 
-def _few_rows(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
-    """Row by row, with B in registers: a tensor core would have to be filled with zeros."""
-    places = range(rows.size)
-
-    def add(own, ys):
+def _one_row(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
+    def add(own, y):
         B = own.load(B_ref, c, inside)
+        low = _sum_parts(low_ref, (rows.tile, 0, own.ranks), own.own).astype(B.dtype)
+        return y + jnp.sum(low.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
 
-        def product(p, y):
-            low = _sum_parts(low_ref, (rows.tile, p, own.ranks), own.own).astype(B.dtype)
-            return y + jnp.sum(low.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
-
-        return tuple(
-            jax.lax.cond(p < rows.count, partial(product, p, y), lambda y=y: y)
-            for p, y in zip(places, ys, strict=True)
-        )
-
-    masks = [inside & (p < rows.count) for p in places]
-    at = [(rows.start + p, c) for p in places]
-    ys = tuple(
-        riding(plgpu.load(h_ref.at[a], mask=mask, other=0.0))
-        for a, mask in zip(at, masks, strict=True)
-    )
+    y = riding(plgpu.load(h_ref.at[rows.start, c], mask=inside, other=0.0))
     if adapter is not None:
-        ys = adapter.fold(add, ys)
-    for a, mask, y in zip(at, masks, ys, strict=True):
-        plgpu.store(out_ref.at[a], y.astype(out_ref.dtype), mask=mask)
+        y = adapter.fold(add, y)
+    plgpu.store(out_ref.at[rows.start, c], y.astype(out_ref.dtype), mask=inside)
 
 
 def _vector(values_ref, row, c, inside):

@@ -59,7 +59,7 @@ def segmented_shrink(
     live = [f for f in factors if f is not None]
     if not live:
         return tuple(None for _ in factors)
-    size = tiles.size if tiles.size < MIN_SIDE else power_of_two(tiles.size)
+    size = 1 if tiles.size == 1 else max(MIN_SIDE, power_of_two(tiles.size))
     n, d_in = tiles.slot.shape[0], x.shape[1]
     tile = replace(tile, block_k=min(tile.block_k, power_of_two(d_in)))
     sizes = tuple(block_size(f, tile.block_r) for f in live)
@@ -125,7 +125,7 @@ class Span:
 def _shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref):
     """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such."""
     own = adapter.block(block)
-    products = _few_rows if rows.few else _many_rows
+    products = _one_row if rows.one else _many_rows
 
     @pl.when(adapter.rank > block * adapter.size)
     def _work():
@@ -145,28 +145,12 @@ def _many_rows(rows, own, span, x_ref, A_ref, low_ref):
     plgpu.store(at, span.total(product, zero), mask=rows.held[:, None])
 
 
-def _few_rows(rows, own, span, x_ref, A_ref, low_ref):
-    """Row by row, with A in registers: a tensor core would have to be filled with zeros."""
-    places = range(rows.size)
-
-    def product(j, totals):
+def _one_row(rows, own, span, x_ref, A_ref, low_ref):
+    def product(j, total):
         k, inside = span.columns(j)
+        x = plgpu.load(x_ref.at[rows.start, k], mask=inside, other=0.0).astype(jnp.float32)
         a = own.load(A_ref, k, inside).astype(jnp.float32)
-        xs = [
-            plgpu.load(x_ref.at[rows.start + p, k], mask=inside & (p < rows.count), other=0.0)
-            for p in places
-        ]
-        return tuple(
-            jax.lax.cond(
-                p < rows.count,
-                lambda t=t, x=x: t + jnp.sum(a * x.astype(jnp.float32)[None, :], axis=1),
-                lambda t=t: t,
-            )
-            for p, t, x in zip(places, totals, xs, strict=True)
-        )
+        return total + jnp.sum(a * x[None, :], axis=1)
 
-    zero = jnp.zeros((own.ranks.shape[0],), jnp.float32)
-    totals = span.total(product, (zero,) * rows.size)
-    for p, total in zip(places, totals, strict=True):
-        there = jnp.broadcast_to(p < rows.count, own.ranks.shape)
-        plgpu.store(low_ref.at[span.part, rows.tile, p, own.ranks], total, mask=there)
+    total = span.total(product, jnp.zeros(own.ranks.shape, jnp.float32))
+    plgpu.store(low_ref.at[span.part, rows.tile, 0, own.ranks], total)
