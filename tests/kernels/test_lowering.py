@@ -14,7 +14,6 @@ from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Vectors, at_tiles
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
-from scute_jax.kernels.segmented_update.pallas_triton import segmented_update
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
 from scute_jax.kernels.sparse_update.pallas_triton import sparse_update
 from scute_jax.kernels.tiles import make_tiles
@@ -82,19 +81,15 @@ def test_the_segmented_update(dtype, h_dtype, size):
     x, h, _, tiles = batch(dtype, h_dtype, size)
     factors = (low_rank(dtype), None, low_rank(dtype))
 
-    def both(h, x, factors, scale, shift):
+    def twin(h, x, factors, scale, shift):
         low = segmented_shrink(x, factors, tiles)
         return segmented_expand(h, low, factors, scale, shift, tiles)
-
-    def in_one(h, x, factors, scale, shift):
-        return segmented_update(h, x, factors, scale, shift, tiles)
 
     def at(*pools):
         return tuple(at_tiles(pool, tiles.slot) for pool in pools)
 
     riding = at(vectors(dtype), vectors(dtype), None)
-    lowers(both, (h, h, h), x, at(*factors), riding, riding)
-    lowers(in_one, (h, h), x, at(*factors[::2]), riding[1:], riding[1:])
+    lowers(twin, (h, h, h), x, at(*factors), riding, riding)
 
 
 @mixes
