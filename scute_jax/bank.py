@@ -271,10 +271,10 @@ class AdapterBank:
 
     def _pages(self, rows: Array) -> np.ndarray:
         """The rows of a factor in pages; the last one is filled up with zeros."""
-        rows, page = np.asarray(rows), self.capacity.page
-        if missing := -len(rows) % page:
-            rows = np.pad(rows, ((0, missing), (0, 0)))
-        return rows.reshape(-1, page, rows.shape[1])
+        factor, page = np.asarray(rows), self.capacity.page
+        if missing := -len(factor) % page:
+            factor = np.pad(factor, ((0, missing), (0, 0)))
+        return factor.reshape(-1, page, factor.shape[1])
 
 
 def _effective(adapter: Adapter) -> tuple[Adapter, Found]:
