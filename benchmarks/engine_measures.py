@@ -124,9 +124,9 @@ def read_bandwidth(size: int) -> float:
     x, sums = jnp.ones((size // 8192, 4096), jnp.bfloat16), 8
 
     def chain(x):
-        total = jnp.zeros(x.shape[0], jnp.float32)
-        for _ in range(sums):  # each depends on the one before, and has to read all of x
-            total = jnp.sum(x.astype(jnp.float32) + 1e-9 * total[:, None], axis=1)
+        total = jnp.float32(0)
+        for _ in range(sums):  # each starts from the whole of the one before
+            total = jax.lax.optimization_barrier(jnp.sum(x.astype(jnp.float32) + 1e-9 * total))
         return total
 
     us, _ = median_us(jax.jit(chain), x, per_call=sums)
