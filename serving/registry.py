@@ -135,9 +135,18 @@ def _tenant(adapter: Adapter, names: tuple[str, ...], parts: tuple[str, ...]) ->
 
 
 def check_finite(adapter: Adapter, name: str) -> None:
-    """Raises AdapterError naming site and slot if a number is NaN or infinite."""
+    """Raises AdapterError naming site and slot if a number is NaN or infinite.
+
+    Sites may hold the same memory, the factors of a shared pair above all: it is looked at once.
+    """
+    seen = set()
     for site, form in adapter.sites.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(form):
+            if isinstance(leaf, np.ndarray):
+                memory = leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.dtype
+                if memory in seen:
+                    continue
+                seen.add(memory)
             if not np.isfinite(np.asarray(leaf)).all():
                 raise AdapterError(
                     f"{name}: {site}{jax.tree_util.keystr(path)} holds numbers that are not "

@@ -136,6 +136,17 @@ def test_a_poisoned_adapter_is_refused_when_it_is_added(number):
     assert tokens(engine.generate(requests())) == alone(three(), requests())
 
 
+def test_memory_that_sites_share_is_looked_at_in_each_of_its_views():
+    numbers = np.ones(48, np.float32)
+    numbers[40] = np.nan  # past the end of the first view
+    sites = {
+        "layers.0.self_attn.v_proj": NormalForm(s=numbers[:24]),
+        "layers.0.self_attn.o_proj": NormalForm(s=numbers),
+    }
+    with pytest.raises(AdapterError, match=r"o_proj.*\.s.* not finite"):
+        new_engine().add_adapter("t", Adapter(sites, "IA3", "x"))
+
+
 def test_numbers_that_overflow_at_run_time_end_their_own_requests_only():
     engine = three()
     huge = {"layers.0.self_attn.v_proj": NormalForm(s=np.full(24, 3e38, np.float32))}
