@@ -55,8 +55,10 @@ def main() -> None:
         engine = Engine.from_pretrained(
             Path(scratch) / "base", dtype="bfloat16", max_adapters=len(made), memory=2 << 30
         )
-        rows = errors(engine, made, texts)
+        base = [oracle(twin, ids) for ids in texts]
+        rows, base_error = errors(engine, made, texts, base)
     facts = {"layers": len(twin.model.layers), "device": jax.devices()[0].device_kind}
+    facts["base_error"] = base_error
     versions = {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
     if args.out:
         report = {"facts": facts | {"versions": versions}, "methods": rows}
@@ -81,8 +83,11 @@ def make_all(twin, texts, scratch: Path, only) -> dict[str, tuple[Path, list, fl
     return made
 
 
-def errors(engine, made, texts) -> list[dict]:
-    """Adds all adapters, serves all texts under all of them in one batch, and prints a table."""
+def errors(engine, made, texts, base) -> tuple[list[dict], float]:
+    """Adds all adapters, serves all texts under all of them in one batch, and prints a table.
+
+    Also returns the error of the base rows: what is left where an adapter adds none of its own.
+    """
     for name, (folder, _, _) in made.items():
         engine.add_adapter(name, folder)
     ours = serve(engine, [None, *made], texts)
@@ -92,7 +97,9 @@ def errors(engine, made, texts) -> list[dict]:
         error = mean_gap(ours[name], expected)
         rows.append({"method": name, "error": error, "effect": effect, "share": error / effect})
         print(f"{name:12} {error:8.4f} {effect:8.3f} {100 * error / effect:6.2f} %", flush=True)
-    return rows
+    base_error = mean_gap(ours[None], base)
+    print(f"{'base rows':12} {base_error:8.4f}")
+    return rows, base_error
 
 
 if __name__ == "__main__":

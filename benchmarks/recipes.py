@@ -5,6 +5,7 @@ an adapter changes the log-probabilities by a nat and more; near the identity a 
 in nothing.
 """
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +48,8 @@ def all_methods() -> Recipes:
     """One adapter of every method, as far as PEFT makes it from a config alone."""
     return {
         "LoRA": (peft.LoraConfig(r=16, lora_alpha=16, **LORA), 0.06),
-        "rsLoRA": (peft.LoraConfig(r=8, lora_alpha=8, use_rslora=True, **LORA), 0.06),
-        "DoRA": (peft.LoraConfig(r=8, use_dora=True, **ALL), 0.12),
+        "rsLoRA": (peft.LoraConfig(r=8, lora_alpha=8, use_rslora=True, **LORA), 0.013),
+        "DoRA": (peft.LoraConfig(r=8, use_dora=True, **ALL), 0.1),
         "BD-LoRA": (
             peft.LoraConfig(
                 r=16,
@@ -59,11 +60,14 @@ def all_methods() -> Recipes:
                 ),
                 **LORA,
             ),
-            0.1,
+            0.14,
         ),
         "KaSA": (peft.LoraConfig(r=8, kasa_config=KasaConfig(), target_modules=ATTENTION), 0.1),
-        "VeLoRA": (peft.LoraConfig(r=8, velora_config=VeloraConfig(), **LORA), 0.06),
-        "MonteCLoRA": (peft.LoraConfig(r=8, monteclora_config=MontecloraConfig(), **LORA), 0.06),
+        "VeLoRA": (peft.LoraConfig(r=8, lora_alpha=3, velora_config=VeloraConfig(), **LORA), 0.06),
+        "MonteCLoRA": (
+            peft.LoraConfig(r=8, lora_alpha=3, monteclora_config=MontecloraConfig(), **LORA),
+            0.06,
+        ),
         "AdaLoRA": (peft.AdaLoraConfig(init_r=12, target_r=8, total_step=10, **ALL), 0.3),
         "(IA)3": (peft.IA3Config(**FF), 0.3),
         "VeRA": (peft.VeraConfig(r=256, target_modules=EVERY[:-1]), 0.5),
@@ -108,20 +112,22 @@ def make(twin, name: str, seed: int, config: peft.PeftConfig, scale: float, scra
 def make_with_effect(
     twin, name: str, config: peft.PeftConfig, scale: float, scratch: Path, run: Callable
 ) -> tuple[Path, Any]:
-    """As `make`, but with the scale changed until the effect lies between one and three nats.
+    """As `make`, but with the scale changed until the effect lies between 1.5 and 4 nats.
 
     `run(model)` returns (mean effect in nats, anything else); returns the folder and the last of
     the latter.
     """
     torch.manual_seed(0)
-    model = peft.get_peft_model(twin, config).eval()
+    model = peft.get_peft_model(
+        copy.deepcopy(twin), config
+    ).eval()  # KaSA changes its base for good
     start = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     for _ in range(8):
         move(model, 0, scale, start)
         effect, result = run(model)
-        if 1 < effect < 3:
+        if 1.5 < effect < 4:
             break
-        scale *= 0.6 if not effect < 3 else 1.5
+        scale *= 0.6 if not effect < 4 else 1.4
     return write(model, name, 0, scratch), result
 
 
