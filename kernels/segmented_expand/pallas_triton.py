@@ -5,7 +5,6 @@ applies s and b on the way, adds low B over the ranks that the tile's adapter ha
 back. A tile whose adapter does nothing at the slice is left alone.
 """
 
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
 
@@ -15,22 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from scute_jax.kernels.pools import LowRank, Vectors, most_ranks
+from scute_jax.kernels.pools import LowRank, Vectors
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks, block_size
+from scute_jax.kernels.segmented_expand.tile import ExpandTile
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import TileRows, pallas_call, power_of_two
-from scute_jax.kernels.tuning import tuned
-
-
-@dataclass(frozen=True)
-class ExpandTile:
-    """block_n: output columns of a program; block_r: ranks in one product."""
-
-    block_n: int = 256
-    block_r: int = 16
-    num_warps: int = 4
-    num_stages: int = 2
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -41,11 +30,10 @@ def segmented_expand(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
-    tile: ExpandTile | None = None,
+    tile: ExpandTile = ExpandTile(),  # noqa: B008
     interpret: bool = False,
 ) -> tuple[Float[Array, "t d_out"], ...]:
     """As the reference."""
-    tile = tile or tuned(ExpandTile, rows=h[0].shape[0], rank=most_ranks(factors))
     parts = list(zip(low, factors, scale, shift, strict=True))
     live = [s for s, part in enumerate(parts) if any(p is not None for p in part)]
     if not live:

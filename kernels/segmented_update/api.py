@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
-from scute_jax.kernels.segmented_expand import pallas_triton as expand_triton
+from scute_jax.kernels.segmented_expand import pallas as expand_pallas
 from scute_jax.kernels.segmented_expand import reference as expand_reference
 from scute_jax.kernels.segmented_shrink import pallas_triton as shrink_triton
 from scute_jax.kernels.segmented_shrink import reference as shrink_reference
@@ -49,7 +49,7 @@ def _reference_slice(h, x, factors, scale, shift, tiles):
 
 def _pallas(h, x, factors, scale, shift, tiles, interpret):
     low = shrink_triton.segmented_shrink(x, factors, tiles, interpret=interpret)
-    return expand_triton.segmented_expand(h, low, factors, scale, shift, tiles, interpret=interpret)
+    return expand_pallas.segmented_expand(h, low, factors, scale, shift, tiles, interpret=interpret)
 
 
 _OP = Op("segmented_update", _reference, _pallas)

@@ -30,7 +30,7 @@ from scute_jax.bench.work import (
 )
 from scute_jax.kernels import tuning
 from scute_jax.kernels.block_rotate.pallas_triton import RotateTile
-from scute_jax.kernels.segmented_expand.pallas_triton import ExpandTile
+from scute_jax.kernels.segmented_expand.tile import ExpandTile
 from scute_jax.kernels.segmented_shrink.pallas_triton import ShrinkTile
 from scute_jax.kernels.shared_factors.pallas_triton import SharedTile
 from scute_jax.kernels.sparse_update.pallas_triton import SparseTile
