@@ -1,7 +1,7 @@
 """The arrays of a bank on the device: read as slots, written by entries.
 
 A write goes to all arrays of one kind at one layer in one call, whatever it writes there, and what
-is small of it in one transfer. Layers are alike: a kind has one compiled program, as a rule.
+is small of it in two transfers. Layers are alike: a kind has one compiled program, as a rule.
 """
 
 import math
@@ -22,8 +22,9 @@ from scute_jax.slots import SiteSlots
 # entries of the array: the rest becomes zero.
 Writes = dict[Key, list[tuple[int, Any]]]
 Group = tuple[str, Any]  # kind and layer, of arrays that are written together
+Write = tuple[int, Any]
 SMALL = 1 << 16  # bytes of an entry that travels together with others
-WORD = np.dtype(np.int32)
+INT = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Pools:
             for group, places in groups.items()
         }
         self._sites = all_slots(self._place, widths)  # slots with places in place of arrays
+        # What small arrays were last given. They get it again where a call has nothing for them:
+        # to leave one out on the device would cost a kernel for each.
+        self._last: list[Write] = [(0, _first(array)) for array in self._arrays]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._place
@@ -86,7 +90,7 @@ class Pools:
 
     def put(self, writes: Writes) -> None:
         """Carries out the writes: those of a group in as many calls as one array gets entries."""
-        groups: dict[Group, list[dict[int, tuple[int, Any]]]] = {}
+        groups: dict[Group, list[dict[int, Write]]] = {}
         for key, own in writes.items():
             rounds, place = groups.setdefault(self._group[key], []), self._place[key]
             rounds += [{} for _ in range(len(own) - len(rounds))]
@@ -96,60 +100,72 @@ class Pools:
             for entries in rounds:
                 self._put_group(group, entries)
 
-    def _put_group(self, group: Group, writes: Mapping[int, tuple[int, Any]]) -> None:
+    def _put_group(self, group: Group, writes: Mapping[int, Write]) -> None:
         places, layout = self._groups[group]
-        words, large = layout.values([writes.get(i) for i in places])
-        written = _put_entries([self._arrays[i] for i in places], words, large)
+        last = [self._last[i] for i in places]
+        values = layout.values([writes.get(i) for i in places], last)
+        written = _put_entries([self._arrays[i] for i in places], *values)
         for i, array in zip(places, written, strict=True):
             self._arrays[i] = array
+        for i, small in zip(places, layout.small, strict=True):
+            if small and i in writes:
+                self._last[i] = writes[i]
 
 
 @dataclass(frozen=True)
 class _Layout:
     """How one entry for each array of a group travels to the device.
 
-    In words of 32 bits: the index of each entry, past the end where nothing is written, and then
-    the small entries one after the other. Large ones are arrays of their own.
+    A vector of int32 has the index of each entry and behind them the small entries of integers; a
+    second vector has the small entries of the other dtype. Large ones are arrays of their own, with
+    an index past the end where nothing is written.
     """
 
-    ends: np.ndarray  # entries of each array
+    ends: tuple[int, ...]  # entries of each array
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
-    starts: tuple[int | None, ...]  # the first word of each entry, None = a large one
-    words: int
+    small: tuple[bool, ...]
+    spans: tuple[slice, ...]  # where each small entry lies in its vector
+    lengths: tuple[int, int]  # of the two vectors
+    dtype: np.dtype  # of the second
 
     @classmethod
     def of(cls, arrays: Sequence[Array]) -> "_Layout":
-        words, starts = len(arrays), []
-        for array in arrays:
-            size = _bytes(array)
-            starts.append(words if size <= SMALL else None)
-            words += -(-size // WORD.itemsize) if size <= SMALL else 0
+        lengths, spans = [len(arrays), 0], []
+        small = tuple(_size(array) * array.dtype.itemsize <= SMALL for array in arrays)
+        for array, together in zip(arrays, small, strict=True):
+            which, size = int(array.dtype != INT), _size(array) if together else 0
+            spans.append(slice(lengths[which], lengths[which] + size))
+            lengths[which] += size
+        others = [np.dtype(array.dtype) for array in arrays if array.dtype != INT]
         return cls(
-            ends=np.asarray([array.shape[0] for array in arrays], WORD),
+            ends=tuple(array.shape[0] for array in arrays),
             shapes=tuple(array.shape[1:] for array in arrays),
-            dtypes=tuple(np.dtype(array.dtype) for array in arrays),
-            starts=tuple(starts),
-            words=words,
+            dtypes=tuple(INT if a.dtype == INT else np.dtype(a.dtype) for a in arrays),
+            small=small,
+            spans=tuple(spans),
+            lengths=(lengths[0], lengths[1]),
+            dtype=others[0] if others else np.dtype(np.float32),
         )
 
     def values(
-        self, writes: Sequence[tuple[int, Any] | None]
-    ) -> tuple[np.ndarray, list[np.ndarray | Array]]:
-        """The words and the large entries of some writes."""
-        words, large = np.zeros(self.words, WORD), []
-        words[: len(self.ends)] = self.ends
+        self, writes: Sequence[Write | None], last: Sequence[Write]
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray | Array]]:
+        """The two vectors and the large entries; `last` stands in for small ones not written."""
+        ints, others = np.zeros(self.lengths[0], INT), np.zeros(self.lengths[1], self.dtype)
+        index, large = list(self.ends), []
         for i, write in enumerate(writes):
-            start, shape, dtype = self.starts[i], self.shapes[i], self.dtypes[i]
-            if write is not None:
-                words[i] = write[0]
-            if start is None:
-                large.append(_zeros(shape, dtype) if write is None else _as(write[1], shape, dtype))
-            elif write is not None:
-                size = math.prod(shape)
-                end = start + -(-size * dtype.itemsize // WORD.itemsize)
-                _fill(words[start:end].view(dtype)[:size].reshape(shape), write[1])
-        return words, large
+            if self.small[i]:
+                index[i], value = last[i] if write is None else write
+                vector = ints if self.dtypes[i] is INT else others
+                _fill(vector[self.spans[i]].reshape(self.shapes[i]), value)
+            elif write is None:
+                large.append(_zeros(self.shapes[i], self.dtypes[i]))
+            else:
+                index[i] = write[0]
+                large.append(_as(write[1], self.shapes[i], self.dtypes[i]))
+        ints[: len(index)] = index
+        return ints, others, large
 
 
 def _group(key: Key) -> Group:
@@ -171,29 +187,35 @@ def _as(value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _fill(entry: np.ndarray, value: Any) -> None:
     value = np.asarray(value)
-    if value.shape == entry.shape:
+    if value.shape == entry.shape or not value.shape:
         entry[...] = value
     else:
         entry[tuple(map(slice, value.shape))] = value
 
 
-def _bytes(array: Array) -> int:
-    return math.prod(array.shape[1:]) * array.dtype.itemsize
+def _size(array: Array) -> int:
+    return math.prod(array.shape[1:])
+
+
+def _first(array: Array) -> Any:
+    """The first entry of an array that is as it was made: pools are zero, tables are small."""
+    small = _size(array) * INT.itemsize <= SMALL
+    return np.asarray(array)[0] if array.dtype == INT and small else 0
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put_entries(arrays: list[Array], words: Int[Array, "w"], large: list[Array]) -> list[Array]:
+def _put_entries(
+    arrays: list[Array], ints: Int[Array, "i"], others: Array, large: list[Array]
+) -> list[Array]:
     """The arrays with one entry of each replaced, see _Layout."""
     layout, rest, written = _Layout.of(arrays), iter(large), []
-    for i, (array, start) in enumerate(zip(arrays, layout.starts, strict=True)):
-        if start is None:
-            value = next(rest)
+    for i, array in enumerate(arrays):
+        if layout.small[i]:
+            vector = ints if array.dtype == INT else others
+            value = jnp.reshape(vector[layout.spans[i]], array.shape[1:])
+            written.append(jax.lax.dynamic_update_index_in_dim(array, value, ints[i], 0))
         else:
-            size = math.prod(array.shape[1:])
-            own = words[start : start + -(-_bytes(array) // WORD.itemsize)]
-            own = jax.lax.bitcast_convert_type(own, array.dtype)
-            value = jnp.reshape(jnp.reshape(own, (-1,))[:size], array.shape[1:])
-        written.append(array.at[words[i]].set(value, mode="drop"))
+            written.append(array.at[ints[i]].set(next(rest), mode="drop"))
     return written
 
 

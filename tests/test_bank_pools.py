@@ -13,11 +13,11 @@ WIDTHS = {"q": 7, "up": 3, "lm_head": 40_001}  # odd ones, and one whose entry t
 
 
 def pools(dtype) -> tuple[Pools, dict]:
-    """Scales of every site (three entries of random numbers, two slots), and copies of them."""
-    rng, arrays = np.random.default_rng(0), {}
+    """Scales of every site (three entries, two slots) as a bank makes them, and copies of them."""
+    arrays = {}
     for site in SITES:
         width = WIDTHS[site.rpartition(".")[2]]
-        arrays[site, "scale/values"] = jnp.asarray(rng.normal(size=(3, width)), dtype)
+        arrays[site, "scale/values"] = jnp.zeros((3, width), dtype)
         arrays[site, "scale/row"] = jnp.full((2,), -1, jnp.int32)
     copies = {key: np.array(array) for key, array in arrays.items()}
     return Pools(arrays.items(), {site: (5, 5) for site in SITES}), copies

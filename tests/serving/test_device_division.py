@@ -1,5 +1,7 @@
 """How the memory of a device is divided between weights, adapters and the KV cache."""
 
+import gc
+
 import jax
 import pytest
 from lora_engine import ask, base, lora, new_engine, tokens
@@ -34,6 +36,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch) -> Device:
     base()
+    gc.collect()  # or engines of tests before would go in the middle of this one
     made = Device()
     monkeypatch.setattr(jax, "local_devices", lambda: [made])
     return made
