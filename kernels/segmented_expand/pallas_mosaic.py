@@ -255,7 +255,7 @@ def _store(block, h_s, h_ref):
                 plgpu.copy_smem_to_gmem(piece.at[pl.ds(at, some)], to)
 
         at, some = at + (block.rows & some), some // 2
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _page_swizzle(dtype) -> int:
