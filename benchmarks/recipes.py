@@ -118,9 +118,8 @@ def make_with_effect(
     the latter.
     """
     torch.manual_seed(0)
-    model = peft.get_peft_model(
-        copy.deepcopy(twin), config
-    ).eval()  # KaSA changes its base for good
+    own_base = copy.deepcopy(twin)  # KaSA changes it for good
+    model = peft.get_peft_model(own_base, config).eval()
     start = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     for _ in range(8):
         move(model, 0, scale, start)
@@ -143,13 +142,17 @@ def move(model, seed: int, scale: float, start: list[torch.Tensor] | None = None
             trainable.items(), start or trainable.values(), strict=True
         ):
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            moved = origin + scale * noise
+            moved = origin.to(parameter.device) + scale * noise
             parameter.copy_(moved if "logits" in name else moved.bfloat16().float())
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 
 def write(model, name: str, seed: int, scratch: Path) -> Path:
     """Saves the adapter of a model and takes it off."""
-    folder = scratch / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{seed}"
+    folder = scratch / f"{slug(name)}-{seed}"
     model.save_pretrained(folder)
     model.unload()
     return folder

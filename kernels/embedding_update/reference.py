@@ -23,7 +23,8 @@ def embedding_update(
 
     Dtypes: as those of the segmented expand.
     """
-    factors, scale, shift = (at_tiles(p, tiles.slot) for p in (factors, scale, shift))
+    factors = at_tiles(factors, tiles.slot)
+    scale, shift = at_tiles(scale, tiles.slot), at_tiles(shift, tiles.slot)
     low = None
     if factors is not None:
         index, _ = tiles.row_index(h.shape[0])

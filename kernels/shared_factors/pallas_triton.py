@@ -47,7 +47,7 @@ def shared_factors(
     tile = tile or tuned(SharedTile, rows=x.shape[0], rank=shared.d.shape[1])
     t, d_in = x.shape
     size = min(tile.rows, max(MIN_SIDE, power_of_two(t)))
-    blocks, num_pairs = pl.cdiv(t, size), shared.pairs.rank.shape[0]
+    blocks = pl.cdiv(t, size)
     page = shared.pairs.A.shape[1]
     block_r = max(page, min(tile.block_r, power_of_two(shared.d.shape[1])))
     ranks = pl.cdiv(shared.d.shape[1], block_r) * block_r
@@ -59,7 +59,7 @@ def shared_factors(
     (low,) = pallas_call(
         partial(_shrink_kernel, size, d_in, tile.splits, block_k, block_r, has_u),
         name="shared_shrink",
-        grid=(blocks, tile.splits, terms * num_pairs * (ranks // block_r)),
+        grid=(blocks, tile.splits, terms * (ranks // block_r)),
         out_shape=[jax.ShapeDtypeStruct(low_shape, jnp.float32)],
         **how,
     )(*who, x, shared.pairs.A, shared.pairs.table, shared.pairs.rank, shared.u)
@@ -98,41 +98,50 @@ def _shrink_kernel(
     """slot [t]; row, pair [K, j]; x [t, d_in]; A [n, page, d_in]; table [P, w]; rank [P]; if
     `has_u` u [k, d_in]; low."""
     u_ref, low_ref = refs if has_u else (None, *refs)
-    num_pairs, per_pair = rank_ref.shape[0], low_ref.shape[-1] // block_r
+    per_term = low_ref.shape[-1] // block_r
     block, part, rest = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    j, p, b = rest // (num_pairs * per_pair), rest // per_pair % num_pairs, rest % per_pair
+    j, b = rest // per_term, rest % per_term
     rows = _Rows(block, size, x_ref.shape[0], slot_ref, row_ref, pair_ref)
     row, entry = rows.at, rows.entry(j)
-    uses = rows.pair(j, entry) == p
+    pair, page = rows.pair(j, entry), A_ref.shape[1]
+    q = b * block_r + jnp.arange(block_r)
+    span = -(-d_in // (splits * block_k)) * block_k
 
-    @pl.when((jnp.sum(uses.astype(jnp.int32)) > 0) & (b * block_r < rank_ref[p]))
-    def _work():
-        page = A_ref.shape[1]
-        q = b * block_r + jnp.arange(block_r)
-        own = q < rank_ref[p]
-        at = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
-        span = -(-d_in // (splits * block_k)) * block_k
+    def shrink_pair(p, _):
+        uses = pair == p
 
-        def columns(i, total):
-            k = part * span + i * block_k + jnp.arange(block_k)
-            there = k < d_in
-            here = uses[:, None] & there[None, :]
-            xs = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=here, other=0.0)
-            if has_u:
-                u = plgpu.load(u_ref.at[entry[:, None], k[None, :]], mask=here, other=0.0)
-                wide = xs.astype(jnp.float32)
-                xs = (wide * u.astype(jnp.float32)).astype(xs.dtype)
-            a = plgpu.load(
-                A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
-                mask=own[:, None] & there[None, :],
-                other=0.0,
-            )
-            return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
+        @pl.when((jnp.sum(uses.astype(jnp.int32)) > 0) & (b * block_r < rank_ref[p]))
+        def _work():
+            own = q < rank_ref[p]
+            at = plgpu.load(table_ref.at[p, q // page], mask=own, other=0)
 
-        zero = jnp.zeros((size, block_r), jnp.float32)
-        total = jax.lax.fori_loop(0, span // block_k, columns, zero)
-        place = (part, j, block, jnp.arange(size)[:, None], q[None, :])
-        plgpu.store(low_ref.at[place], total, mask=uses[:, None])  # other rows have other pairs
+            def columns(i, total):
+                k = part * span + i * block_k + jnp.arange(block_k)
+                there = k < d_in
+                here = uses[:, None] & there[None, :]
+                xs = plgpu.load(x_ref.at[row[:, None], k[None, :]], mask=here, other=0.0)
+                if has_u:
+                    u = plgpu.load(u_ref.at[entry[:, None], k[None, :]], mask=here, other=0.0)
+                    wide = xs.astype(jnp.float32)
+                    xs = (wide * u.astype(jnp.float32)).astype(xs.dtype)
+                a = plgpu.load(
+                    A_ref.at[at[:, None], (q % page)[:, None], k[None, :]],
+                    mask=own[:, None] & there[None, :],
+                    other=0.0,
+                )
+                return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
+
+            zero = jnp.zeros((size, block_r), jnp.float32)
+            total = jax.lax.fori_loop(0, span // block_k, columns, zero)
+            place = (part, j, block, jnp.arange(size)[:, None], q[None, :])
+            plgpu.store(low_ref.at[place], total, mask=uses[:, None])  # others have other pairs
+
+    jax.lax.fori_loop(*_pairs(pair, entry, rank_ref.shape[0]), shrink_pair, None)
+
+
+def _pairs(pair, entry, num_pairs):
+    """The first and (one past) the last pair that rows use; an empty range if they use none."""
+    return jnp.min(jnp.where(entry >= 0, pair, num_pairs)), jnp.max(pair) + 1
 
 
 def _expand_kernel(
@@ -175,8 +184,7 @@ def _expand_kernel(
             added = jax.lax.fori_loop(0, count, ranks, zero)
             return y + jnp.where(own_row[:, None], added, 0.0)
 
-        first = jnp.min(jnp.where(mine, pair, num_pairs))
-        added = jax.lax.fori_loop(first, jnp.max(pair) + 1, add_pair, zero)
+        added = jax.lax.fori_loop(*_pairs(pair, entry, num_pairs), add_pair, zero)
         wide = mine[:, None] & there[None, :]
         e = plgpu.load(e_ref.at[entry[:, None], c[None, :]], mask=wide, other=0.0)
         return y + jnp.where(mine[:, None], added * e.astype(jnp.float32), 0.0)

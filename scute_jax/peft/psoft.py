@@ -7,10 +7,13 @@ The scale alpha / r cancels. Tensors: psoft_R.weight, psoft_R.vector_a and psoft
 weight [r (r - 1) / 2], or a Neumann series of it; with psoft_orth=false R0 is weight [r, r].
 
 U and V are not in the file, and R mixes the vectors, so their signs matter. They are those of
-torch's SVD and of nothing else: the only method that needs torch while it is loaded.
+torch's SVD and of nothing else: the only method that needs torch while it is loaded. They are those
+of the device, too: on a GPU torch finds other signs, so that an adapter made with its base on a GPU
+is another function on a CPU, here and in PEFT. Nothing in the file tells: every load warns.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,13 @@ INERT = (
 )
 
 
+ON_CPU = (
+    "PSOFT's singular vectors are computed anew, here and in PEFT, with the signs of torch on this "
+    "CPU; torch on a GPU finds others, and then an adapter made with its base on a GPU gives other "
+    "text here, with no error. Compare one text with PEFT, or convert the adapter to a LoRA there."
+)
+
+
 @register("PSOFT", inert=INERT, replaces_bias=False)
 def psoft(site: Site) -> NormalForm:
     """x W + ((x U) (R - I)^T) V, U and V from the SVD of W"""
@@ -44,6 +54,7 @@ def psoft(site: Site) -> NormalForm:
         site.refuse_field("r", f"needed 1 to the shorter side of {site.module}")
     if alpha == 0 or (alpha < 0 and init == "pissa_init"):
         site.refuse_field("psoft_alpha", "PEFT divides by it (and takes the root); needed above 0")
+    warnings.warn(ON_CPU, stacklevel=2)
     R = _transform(site, r)
     U, S, V = _triplets(site, r)
     left = np.sqrt(S) if init == "pissa_init" else np.ones(r)

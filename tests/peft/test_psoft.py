@@ -76,6 +76,11 @@ def folder(tmp_path: Path) -> Path:
     return save_adapter(make(r=3, target_modules=["q_proj"]), "plain", tmp_path)
 
 
+def test_every_load_warns_that_a_gpu_finds_other_signs(folder: Path):
+    with pytest.warns(UserWarning, match="made with its base on a GPU gives other text"):
+        load(folder)
+
+
 def test_without_torch_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(AdapterError, match=r"q_proj: .*torch's own SVD.*torch is not installed"):
