@@ -169,18 +169,19 @@ def _work_scope(
         )
     for kind in vectors:
         plgpu.barrier_wait(v_bar[kind].at[0])
+
+    def vector(kind, columns, shape):
+        v = _load(v_s[kind].at[columns], plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(v.astype(jnp.float32), shape, (1,))
+
     for j, piece in enumerate(h_s):
         width = piece.shape[1]
         plgpu.barrier_wait(h_bar.at[j])
         y = _load(piece, plgpu.Layout.WGMMA).astype(jnp.float32)
-        riding = {}
-        for kind in vectors:
-            v = _load(v_s[kind].at[pl.ds(j * width, width)], plgpu.Layout.WGMMA.reduce(0))
-            riding[kind] = lax.broadcast_in_dim(v.astype(jnp.float32), y.shape, (1,))
-        if "s" in riding:
-            y = y + y * riding["s"]
-        if "b" in riding:
-            y = y + riding["b"]
+        if "s" in vectors:
+            y = y + y * vector("s", pl.ds(j * width, width), y.shape)
+        if "b" in vectors:
+            y = y + vector("b", pl.ds(j * width, width), y.shape)
         if product is not None:
             y = y + product[:, j * width : (j + 1) * width]
         piece[...] = y.astype(piece.dtype)
@@ -190,36 +191,33 @@ def _work_scope(
 
 def _product(block, low_ref, B_ref, table_ref, rank, low_s, B_s, B_bar, acc):
     """low B over the ranks that the adapter has, some pages at a time."""
-    room = table_ref.shape[1]  # pages
-    pages = len(B_s)
+    room, count = table_ref.shape[1], len(B_s)  # pages of an adapter and on their way at once
 
     def chunk(first):
-        for p in range(pages):
-            own = rank - (first + p) * PAGE  # ranks from this page on
-            number = jnp.minimum(first + p, room - 1)
-            page = jnp.where(own > 0, table_ref[block.tile, number], B_ref.shape[0])
+        pages = [jnp.minimum(first + p, room - 1) for p in range(count)]
+        own = [rank - (first + p) * PAGE for p in range(count)]  # ranks from each page on
+        for p in range(count):
+            page = jnp.where(own[p] > 0, table_ref[block.tile, pages[p]], B_ref.shape[0])
             plgpu.copy_gmem_to_smem(B_ref.at[page, :, block.columns], B_s[p], B_bar.at[p])
-        for p in range(pages):
-            own = rank - (first + p) * PAGE
-            number = jnp.minimum(first + p, room - 1)
-            low_s[p][...] = _sum_parts(low_ref, block.tile, number * PAGE, own).astype(B_ref.dtype)
-        for p in range(pages):
-            own = rank - (first + p) * PAGE
+        for p in range(count):
+            low = _sum_parts(low_ref, block.tile, pages[p] * PAGE, own[p])
+            low_s[p][...] = low.astype(B_ref.dtype)
+        for p in range(count):
             plgpu.barrier_wait(B_bar.at[p])
-            _clear(B_s[p], own)
+            _clear(B_s[p], own[p])
         plgpu.commit_smem()
-        for p in range(pages):
+        for p in range(count):
             plgpu.wgmma(acc, low_s[p], B_s[p])
 
-    if room <= pages:
+    def step(c, _):
+        chunk(c * count)
+        plgpu.wgmma_wait(0)
+        plgpu.commit_smem()  # no warp fetches the next pages before all have read these
+
+    if room <= count:
         chunk(0)
     else:
-
-        def step(c, _):
-            chunk(c * pages)
-            plgpu.wgmma_wait(0)
-
-        lax.fori_loop(0, pl.cdiv(rank, pages * PAGE), step, None)
+        lax.fori_loop(0, pl.cdiv(rank, count * PAGE), step, None)
     return acc[...]
 
 
@@ -281,5 +279,6 @@ def _load(ref, layout):
     return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
 
 
-# Until jax 0.11, an index is asked for.
-_WHOLE = ((...,),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+# Until jax 0.11, an index has to be given.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_WHOLE = (...,) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
