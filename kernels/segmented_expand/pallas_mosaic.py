@@ -29,7 +29,7 @@ CHUNK = 4  # pages on their way at once
 SWIZZLE = 128  # bytes of a row of h in shared memory; a row of h is cut into such pieces
 
 MIN_BLOCK, MAX_BLOCK = 64, 256  # columns of a program: pieces of h, and the widest WGMMA
-INTERPRETER = getattr(plgpu, "InterpretGPUParams", None)  # from jax 0.12 on
+INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)  # from jax 0.12 on
 HALF = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 
 
@@ -165,7 +165,7 @@ def _work_scope(
     if lowrank is not None:
         product = pl.run_scoped(
             partial(_product, block, *lowrank[:3], rank, low_s, B_s, B_bar),
-            plgpu.ACC((ROWS, block.width)),
+            plgpu.WGMMAAccumulatorRef((ROWS, block.width)),
         )
     for kind in vectors:
         plgpu.barrier_wait(v_bar[kind].at[0])
