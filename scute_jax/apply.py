@@ -98,6 +98,7 @@ def apply_fused(
         seg.tiles,
         implementation=how,
     )
+    h = shared_factors(h, x, tuple(s.shared for s in slots), seg.slot, implementation=how)
     y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
     return tuple(seg.unsort(y_i) for y_i in y)
 
@@ -120,9 +121,7 @@ def _turned_base(
 def _extend(
     h: Array, x: Array, slots: SiteSlots, seg: Segments, how: Implementation | None
 ) -> Float[Array, "t d_out"]:
-    """What is added behind s and b besides the factors that adapters own."""
-    if slots.shared is not None:
-        h = shared_factors(h, x, slots.shared, seg.slot, implementation=how)
+    """What is added besides factors, for each projection by itself."""
     if slots.sparse is not None:
         h = sparse_update(h, x, slots.sparse, seg.tiles, implementation=how)
     for factors in slots.kronecker:

@@ -106,12 +106,14 @@ def byte_cost(
 
 
 def fused(costs: Sequence[dict[str, Cost]]) -> Cost:
-    """Projections that read the same x (q, k, v or gate, up): shrink and expand of all in one."""
+    """Projections that read the same x (q, k, v or gate, up): their factors, own or shared, and
+    vectors in the same launches."""
     total = sum((cost for site in costs for cost in site.values()), Cost())
-    riding = [
-        site[route].launches for route in ("low rank", "vectors") for site in costs if route in site
-    ]
-    return replace(total, launches=total.launches - sum(riding) + max(riding, default=0))
+    launches = total.launches
+    for routes in (("low rank", "vectors"), ("shared factors",)):
+        own = [site[route].launches for route in routes for site in costs if route in site]
+        launches += max(own, default=0) - sum(own)
+    return replace(total, launches=launches)
 
 
 Found = Sequence[tuple[NormalForm, int]]

@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[str, Callable]]:
             call = partial(block_rotate, x, ordered, seg.tiles, seg.slot)
             yield f"rotate {block} in an order, {name}", call
         shared = _tenants(next(keys), d_in, outs[0], dtype)
-        yield f"shared, {name}", partial(shared_factors, h[0], x, shared, seg.slot)
+        yield f"shared, {name}", partial(shared_factors, (h[0],) * 2, x, (shared,) * 2, seg.slot)
         sparse = _sparse(d_in, outs[0], dtype)
         yield f"sparse, {name}", partial(sparse_update, h[0], x, sparse, seg.tiles)
     for size, dtype in ((1, "bfloat16"), (32, "float32"), (64, "bfloat16")):

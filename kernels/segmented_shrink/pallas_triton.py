@@ -5,10 +5,9 @@ tile's adapter has no such ranks, it does nothing. The parts are summed by the e
 them anyway.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jaxtyping import Array, Float
 from scute_jax.kernels.pools import LowRank, most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks, block_size
+from scute_jax.kernels.spans import Spans
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
@@ -38,13 +38,6 @@ class ShrinkTile:
     num_warps: int = 4
     num_stages: int = 2
 
-    def parts(self, d_in: int, others: int) -> tuple[int, int]:
-        """Products in a part and how many parts there are; `others`: programs of each part."""
-        products = pl.cdiv(d_in, self.block_k)
-        wanted = min(products, self.most_parts, pl.cdiv(self.programs, others))
-        each = pl.cdiv(products, wanted)
-        return each, pl.cdiv(products, each)
-
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_shrink(
@@ -61,17 +54,17 @@ def segmented_shrink(
         return tuple(None for _ in factors)
     size = 1 if tiles.size == 1 else max(MIN_SIDE, power_of_two(tiles.size))
     n, d_in = tiles.slot.shape[0], x.shape[1]
-    tile = replace(tile, block_k=min(tile.block_k, power_of_two(d_in)))
     sizes = tuple(block_size(f, tile.block_r) for f in live)
     counts = tuple(pl.cdiv(most_ranks([f]), r) for f, r in zip(live, sizes, strict=True))
-    each, splits = tile.parts(d_in, n * sum(counts))
+    wanted = min(tile.most_parts, pl.cdiv(tile.programs, n * sum(counts)))
+    spans = Spans.cut(d_in, min(tile.block_k, power_of_two(d_in)), wanted)
     slices = tuple(zip(accumulate(counts, initial=0), counts, sizes, strict=False))
     lows = pallas_call(
-        partial(_kernel, slices, size, d_in, each, tile.block_k),
+        partial(_kernel, slices, size, spans),
         name="segmented_shrink",
-        grid=(sum(counts), n, splits),  # slices side by side: they read the same rows of x
+        grid=(sum(counts), n, spans.parts),  # slices side by side: they read the same rows of x
         out_shape=[
-            jax.ShapeDtypeStruct((splits, n, size, count * r), jnp.float32)
+            jax.ShapeDtypeStruct((spans.parts, n, size, count * r), jnp.float32)
             for count, r in zip(counts, sizes, strict=True)
         ],
         num_warps=tile.num_warps,
@@ -82,7 +75,7 @@ def segmented_shrink(
     return tuple(None if f is None else next(result) for f in factors)
 
 
-def _kernel(slices, size, d_in, each, block_k, start_ref, rows_ref, x_ref, *refs):
+def _kernel(slices, size, spans, start_ref, rows_ref, x_ref, *refs):
     """start, rows [n]; x [t, d_in]; per slice A [p, page, d_in], table [n, w], rank [n]; per slice
     low. A slice is (its first block of ranks, their number, ranks in a block)."""
     which, part = pl.program_id(0), pl.program_id(2)
@@ -97,60 +90,38 @@ def _kernel(slices, size, d_in, each, block_k, start_ref, rows_ref, x_ref, *refs
             block=block,
         ):  # fmt: skip
             adapter = RankBlocks(table_ref, rank_ref, rows.tile, A_ref.shape[1], block)
-            span = Span(part, each, block_k, d_in)
-            _shrink_block(rows, adapter, which - first, span, x_ref, A_ref, low_ref)
+            _shrink_block(rows, adapter, which - first, spans, part, x_ref, A_ref, low_ref)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A part of d_in: `each` products of `block_k` columns."""
-
-    part: Any
-    each: int
-    block_k: int
-    d_in: int
-
-    def columns(self, j):
-        """The columns of product j, and which of them there are."""
-        k = (self.part * self.each + j) * self.block_k + jnp.arange(self.block_k)
-        return k, k < self.d_in
-
-    def total(self, product, zero):
-        """The sum of all products; `product(j, sum)` adds one."""
-        if self.each == 1:
-            return product(0, zero)
-        return jax.lax.fori_loop(0, self.each, product, zero)
-
-
-def _shrink_block(rows, adapter, block, span, x_ref, A_ref, low_ref):
+def _shrink_block(rows, adapter, block, spans, part, x_ref, A_ref, low_ref):
     """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such."""
     own = adapter.block(block)
     products = _one_row if rows.one else _many_rows
 
     @pl.when(adapter.rank > block * adapter.size)
     def _work():
-        products(rows, own, span, x_ref, A_ref, low_ref)
+        products(rows, own, spans, part, x_ref, A_ref, low_ref)
 
 
-def _many_rows(rows, own, span, x_ref, A_ref, low_ref):
+def _many_rows(rows, own, spans, part, x_ref, A_ref, low_ref):
     def product(j, total):
-        k, inside = span.columns(j)
+        k, inside = spans.columns(part, j)
         at, here = rows.of(x_ref, k, inside)
         xs = plgpu.load(at, mask=here, other=0.0)
         a = own.load(A_ref, k, inside)
         return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
     zero = jnp.zeros((rows.size, own.ranks.shape[0]), jnp.float32)
-    at = low_ref.at[span.part, rows.tile, rows.place[:, None], own.ranks[None, :]]
-    plgpu.store(at, span.total(product, zero), mask=rows.held[:, None])
+    at = low_ref.at[part, rows.tile, rows.place[:, None], own.ranks[None, :]]
+    plgpu.store(at, spans.total(product, zero), mask=rows.held[:, None])
 
 
-def _one_row(rows, own, span, x_ref, A_ref, low_ref):
+def _one_row(rows, own, spans, part, x_ref, A_ref, low_ref):
     def product(j, total):
-        k, inside = span.columns(j)
+        k, inside = spans.columns(part, j)
         x = plgpu.load(x_ref.at[rows.start, k], mask=inside, other=0.0).astype(jnp.float32)
         a = own.load(A_ref, k, inside).astype(jnp.float32)
         return total + jnp.sum(a * x[None, :], axis=1)
 
-    total = span.total(product, jnp.zeros(own.ranks.shape, jnp.float32))
-    plgpu.store(low_ref.at[span.part, rows.tile, 0, own.ranks], total)
+    total = spans.total(product, jnp.zeros(own.ranks.shape, jnp.float32))
+    plgpu.store(low_ref.at[part, rows.tile, 0, own.ranks], total)

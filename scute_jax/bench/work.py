@@ -4,12 +4,13 @@ The layers have pools of their own, so that no cache holds them from one use to 
 activations are carried through the loop, so that nothing is hoisted out of it or left away.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 from scute_jax.bench import layer as pools
 from scute_jax.bench.layer import Load
@@ -134,7 +135,7 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
     sites, rank = load.layer.sites, load.ranks[0]
     pair = 2 * rank * sum(map(sum, sites))
     vectors = 2 * load.adapters * sum(rank + d_out for _, d_out in sites)
-    nbytes = pair + vectors + load.h_bytes() + 2 * load.rows * sum(d_in for d_in, _ in sites)
+    nbytes = pair + vectors + load.h_bytes() + load.x_bytes()
     state, stack = _shared_arrays(load, _count(pair, effort))
     slot = load.segments().slot
 
@@ -145,7 +146,7 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
 
     def whole(state, layer):
         xs, hs = state
-        return xs, [one(h, x, pool) for h, x, pool in zip(hs, xs, layer, strict=True)]
+        return xs, {name: one(hs[name], xs[name], layer[name]) for name in hs}
 
     return _looped(whole, state, stack, nbytes, effort)
 
@@ -209,13 +210,19 @@ def _update_arrays(load: Load, count: int, s: bool) -> tuple[tuple, list]:
         scale = tuple(pools.vectors(next(keys), load.adapters, d) if s else None for d in outs)
         return tuple(at_tiles(p, slot) for p in parts), tuple(at_tiles(v, slot) for v in scale)
 
+    state = _rows_of_groups(keys, load)
+    return state, [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
+
+
+def _rows_of_groups(keys: Iterator[Array], load: Load) -> tuple[dict, dict]:
+    """x of each group, and h of each of its projections."""
+    groups = load.layer.groups
     xs = pools.activations(next(keys), load.rows, [d_in for d_in, _ in groups.values()])
     hs = {
         name: tuple(pools.activations(next(keys), load.rows, outs))
         for name, (_, outs) in groups.items()
     }
-    stack = [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
-    return (dict(zip(groups, xs, strict=True)), hs), stack
+    return dict(zip(groups, xs, strict=True)), hs
 
 
 @lru_cache(maxsize=1)
@@ -231,16 +238,14 @@ def _rotate_arrays(load: Load, block: int, count: int) -> tuple[list, list]:
 
 @lru_cache(maxsize=2)
 def _shared_arrays(load: Load, count: int) -> tuple[tuple, list]:
-    sites, rank = load.layer.sites, load.ranks[0]
-    keys = iter(jax.random.split(jax.random.key(0), len(sites) * (count + 1)))
-    state = tuple(
-        pools.activations(next(keys), load.rows, widths) for widths in zip(*sites, strict=True)
-    )
-    stack = [
-        [pools.shared(next(keys), load.adapters, rank, *site) for site in sites]
-        for _ in range(count)
-    ]
-    return state, stack
+    groups, rank = load.layer.groups, load.ranks[0]
+    keys = iter(jax.random.split(jax.random.key(0), 16 * (count + 1)))
+
+    def group(d_in: int, outs: Sequence[int]) -> tuple:
+        return tuple(pools.shared(next(keys), load.adapters, rank, d_in, d) for d in outs)
+
+    state = _rows_of_groups(keys, load)
+    return state, [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
 
 
 @lru_cache(maxsize=1)

@@ -229,5 +229,6 @@ def test_small_input_vectors_keep_their_digits_in_half_precision():
     exact[np.asarray(seg.slot) != 0] = 0
     none = jnp.zeros((40, d_out), jnp.float32)
     for how in ("pallas", "reference"):
-        ours = shared_factors(none, x, params.slots.shared, seg.slot, implementation=how)
+        pools = (params.slots.shared,)
+        (ours,) = shared_factors((none,), x, pools, seg.slot, implementation=how)
         assert np.abs(np.asarray(ours) - exact).max() <= 0.02 * np.abs(exact).max()
