@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from scute_jax.entries import pass_of
 from scute_jax.kernels import (
     Implementation,
     block_rotate,
@@ -90,7 +91,7 @@ def apply_fused(
     slots, how = [site.slots for site in params], implementation
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     h = segmented_update(
-        tuple(_turned_base(site, x, seg, dtype, how) for site in params),
+        _turned_bases(params, x, seg, dtype, how),
         x,
         tuple(s.factors for s in slots),
         tuple(s.scale for s in slots),
@@ -103,18 +104,31 @@ def apply_fused(
     return tuple(seg.unsort(y_i) for y_i in y)
 
 
-def _turned_base(
+def _turned_bases(
+    params: tuple[SiteParams, ...],
+    x: Array,
+    seg: Segments,
+    dtype: jnp.dtype,
+    how: Implementation | None,
+) -> tuple[Float[Array, "t d_out"], ...]:
+    """base(x P R) Q of each row's adapter: a stage of rotations changes a row in one pool only."""
+    pools = [{pool.kind: pool for pool in site.slots.rotations} for site in params]
+    kinds = {kind for own in pools for kind in own}
+    xs = (x,) * len(params)
+    for kind in sorted(kinds, key=lambda kind: (pass_of(kind), kind)):
+        own = tuple(of_site.get(kind) for of_site in pools)
+        xs = block_rotate(xs, own, seg.tiles, seg.slot, implementation=how)
+    scales = tuple(site.slots.input_scale for site in params)
+    xs = scale_input(xs, scales, seg.tiles, seg.slot, implementation=how)
+    return tuple(_turned_out(site, x, seg, dtype, how) for site, x in zip(params, xs, strict=True))
+
+
+def _turned_out(
     site: SiteParams, x: Array, seg: Segments, dtype: jnp.dtype, how: Implementation | None
 ) -> Float[Array, "t d_out"]:
-    """base(x P R) Q of each row's adapter: a stage of rotations changes a row in one pool only."""
-    slots = site.slots
-    for rotation in slots.rotations:
-        x = block_rotate(x, rotation, seg.tiles, seg.slot, implementation=how)
-    if slots.input_scale is not None:
-        x = scale_input(x, slots.input_scale, seg.tiles, seg.slot, implementation=how)
     h = _base(site, x, dtype)
-    for rotation in slots.output_rotations:
-        h = block_rotate(h, rotation, seg.tiles, seg.slot, implementation=how)
+    for rotation in site.slots.output_rotations:
+        (h,) = block_rotate((h,), (rotation,), seg.tiles, seg.slot, implementation=how)
     return h
 
 

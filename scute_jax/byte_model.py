@@ -106,11 +106,11 @@ def byte_cost(
 
 
 def fused(costs: Sequence[dict[str, Cost]]) -> Cost:
-    """Projections that read the same x (q, k, v or gate, up): their factors, own or shared, and
-    vectors in the same launches."""
+    """Projections that read the same x (q, k, v or gate, up): their input transforms, factors, own
+    or shared, and vectors in the same launches."""
     total = sum((cost for site in costs for cost in site.values()), Cost())
     launches = total.launches
-    for routes in (("low rank", "vectors"), ("shared factors",)):
+    for routes in (("low rank", "vectors"), ("shared factors",), ("input transform",)):
         own = [site[route].launches for route in routes for site in costs if route in site]
         launches += max(own, default=0) - sum(own)
     return replace(total, launches=launches)

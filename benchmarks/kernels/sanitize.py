@@ -61,14 +61,17 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"all slots, {name}", partial(segmented_update, h, x, parts, scale, scale, seg.tiles)
         yield f"vectors, {name}", partial(segmented_update, h, x, none, scale, none, seg.tiles)
         vector = _some(pools.vectors(next(keys), len(RANKS), d_in, dtype))
-        yield f"scale input, {name}", partial(scale_input, x, vector, seg.tiles, seg.slot)
+        yield (
+            f"scale input, {name}",
+            partial(scale_input, (x,) * 2, (vector,) * 2, seg.tiles, seg.slot),
+        )
         for block in (b for b in (2, 8, 24) if d_in % b == 0):
             R = _strong(pools.rotation(next(keys), len(RANKS), d_in, block, dtype))
             R = R.replace(row=jnp.where(R.row == 1, -1, R.row))
-            call = partial(block_rotate, x, R, seg.tiles, seg.slot)
+            call = partial(block_rotate, (x,) * 2, (R,) * 2, seg.tiles, seg.slot)
             yield f"rotate {block}, {name}", call
             ordered = R.replace(order=jax.random.permutation(next(keys), d_in).astype(jnp.int32))
-            call = partial(block_rotate, x, ordered, seg.tiles, seg.slot)
+            call = partial(block_rotate, (x,), (ordered,), seg.tiles, seg.slot)
             yield f"rotate {block} in an order, {name}", call
         shared = _tenants(next(keys), d_in, outs[0], dtype)
         yield f"shared, {name}", partial(shared_factors, (h[0],) * 2, x, (shared,) * 2, seg.slot)

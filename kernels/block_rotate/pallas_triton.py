@@ -1,4 +1,4 @@
-"""The input transform on Pallas' Triton backend: one pass over x.
+"""The input transform on Pallas' Triton backend: one pass over x, all slices in one launch.
 
 The first programs of the grid take tiles of rows whose adapter has an R; the others copy, in plain
 row order, the rows that nobody turns. Blocks as wide as a tensor-core product are multiplied one
@@ -36,36 +36,35 @@ class RotateTile:
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def block_rotate(
-    x: Float[Array, "t d_in"],
-    rotation: Rotation,
+    x: tuple[Float[Array, "t d_in"], ...],
+    rotation: tuple[Rotation, ...],
     tiles: Tiles,
     slot: Int[Array, "t"],
     tile: RotateTile | None = None,
     interpret: bool = False,
-) -> Float[Array, "t d_in"]:
+) -> tuple[Float[Array, "t d_in"], ...]:
     """As the reference."""
-    tile = tile or tuned(RotateTile, rows=x.shape[0], block=rotation.values.shape[-1])
+    tile = tile or tuned(RotateTile, rows=x[0].shape[0], block=rotation[0].values.shape[-1])
     return _rotate("block_rotate", x, rotation, tiles, slot, tile, interpret)
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def scale_input(
-    x: Float[Array, "t d_in"],
-    scale: Vectors,
+    x: tuple[Float[Array, "t d_in"], ...],
+    scale: tuple[Vectors, ...],
     tiles: Tiles,
     slot: Int[Array, "t"],
     tile: RotateTile | None = None,
     interpret: bool = False,
-) -> Float[Array, "t d_in"]:
+) -> tuple[Float[Array, "t d_in"], ...]:
     """As the reference."""
-    tile = tile or tuned(RotateTile, rows=x.shape[0], block=1)
-    rotation = Rotation(scale.values[:, :, None, None], scale.row)
+    tile = tile or tuned(RotateTile, rows=x[0].shape[0], block=1)
+    rotation = tuple(Rotation(own.values[:, :, None, None], own.row) for own in scale)
     return _rotate("scale_input", x, rotation, tiles, slot, tile, interpret)
 
 
 def _rotate(name, x, rotation, tiles, slot, tile, interpret):
-    m, (t, d) = rotation.values.shape[-1], x.shape
-    order = () if rotation.order is None else (rotation.order,)
+    m, (t, d) = rotation[0].values.shape[-1], x[0].shape
     if m < MIN_SIDE:
         columns = min(power_of_two(tile.columns), power_of_two(d))
         turn = partial(_turn_narrow, m, min(tile.narrow_rows, power_of_two(tiles.size)), columns)
@@ -74,48 +73,53 @@ def _rotate(name, x, rotation, tiles, slot, tile, interpret):
         columns = blocks * m
         turn = partial(_turn_wide, m, max(MIN_SIDE, power_of_two(tiles.size)), blocks)
     n, copy_rows = tiles.slot.shape[0], min(tile.copy_rows, power_of_two(t))
-    (out,) = pallas_call(
-        partial(_kernel, n, turn, copy_rows, columns, bool(order)),
+    flat, tree = jax.tree.flatten((tiles.slot, tiles.start, tiles.rows, slot, x, rotation))
+    outs = pallas_call(
+        partial(_kernel, tree, n, turn, copy_rows, columns),
         name=name,
-        grid=(n + pl.cdiv(t, copy_rows), pl.cdiv(d, columns)),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        grid=(n + pl.cdiv(t, copy_rows), pl.cdiv(d, columns), len(x)),
+        out_shape=[jax.ShapeDtypeStruct(own.shape, own.dtype) for own in x],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-    )(tiles.slot, tiles.start, tiles.rows, slot, x, rotation.values, rotation.row, *order)
-    return out
+    )(*flat)
+    return tuple(outs)
 
 
-def _kernel(
-    n, turn, copy_rows, columns, ordered, slot_ref, start_ref, rows_ref, who_ref, x_ref, R_ref,
-    row_ref, *refs,
-):  # fmt: skip
-    """slot, start, rows [n]; the slot of each row [t]; x [t, d_in]; R - I [k, d_in/m, m, m];
-    row [K]; order [d_in] if `ordered`; x R."""
-    order_ref, out_ref = refs if ordered else (None, *refs)
+def _kernel(tree, n, turn, copy_rows, columns, *refs):
+    """The arguments flattened as `tree` says: slot, start, rows [n], the slot of each row [t], per
+    slice x [t, d_in], per slice Rotation; per slice x R."""
+    slot_ref, start_ref, rows_ref, who_ref, xs, rotations = jax.tree.unflatten(
+        tree, refs[: tree.num_leaves]
+    )
     i, block = pl.program_id(0), pl.program_id(1)
+    outs = refs[tree.num_leaves :]
+    for s, (x_ref, rotation, out_ref) in enumerate(zip(xs, rotations, outs, strict=True)):
+        here = pl.program_id(2) == s
 
-    @pl.when(i >= n)
-    def _copy():
-        row = (i - n) * copy_rows + jnp.arange(copy_rows)
-        inside = row < x_ref.shape[0]
-        who = plgpu.load(who_ref.at[row], mask=inside, other=-1)
-        entry = plgpu.load(row_ref.at[who], mask=who >= 0, other=-1)
-        place = jnp.arange(power_of_two(columns))
-        c = block * columns + place
-        here = (inside & (entry < 0))[:, None] & ((c < x_ref.shape[1]) & (place < columns))[None, :]
-        at = (row[:, None], c[None, :])
-        plgpu.store(out_ref.at[at], plgpu.load(x_ref.at[at], mask=here, other=0.0), mask=here)
+        @pl.when((i >= n) & here)
+        def _copy(x_ref=x_ref, rotation=rotation, out_ref=out_ref):
+            row = (i - n) * copy_rows + jnp.arange(copy_rows)
+            inside = row < x_ref.shape[0]
+            who = plgpu.load(who_ref.at[row], mask=inside, other=-1)
+            entry = plgpu.load(rotation.row.at[who], mask=who >= 0, other=-1)
+            place = jnp.arange(power_of_two(columns))
+            c = block * columns + place
+            there = (c < x_ref.shape[1]) & (place < columns)
+            mask = (inside & (entry < 0))[:, None] & there[None, :]
+            at = (row[:, None], c[None, :])
+            plgpu.store(out_ref.at[at], plgpu.load(x_ref.at[at], mask=mask, other=0.0), mask=mask)
 
-    @pl.when(i < n)
-    def _turn():
-        tile = jnp.minimum(i, n - 1)
-        first, rows = start_ref[tile], rows_ref[tile]
-        entry = row_ref[slot_ref[tile]]
+        @pl.when((i < n) & here)
+        def _turn(x_ref=x_ref, rotation=rotation, out_ref=out_ref):
+            tile = jnp.minimum(i, n - 1)
+            first, rows = start_ref[tile], rows_ref[tile]
+            entry = rotation.row[slot_ref[tile]]
 
-        @pl.when((rows > 0) & (entry >= 0))
-        def _work():
-            turn(block, first, rows, entry, x_ref, R_ref, order_ref, out_ref)
+            @pl.when((rows > 0) & (entry >= 0))
+            def _work():
+                pool = (rotation.values, rotation.order)
+                turn(block, first, rows, entry, x_ref, *pool, out_ref)
 
 
 def _turn_wide(m, size, blocks, block, first, rows, entry, x_ref, R_ref, order_ref, out_ref):

@@ -119,13 +119,13 @@ def rotate_work(load: Load, block: int, effort: Effort, op: Op = Op()) -> Work: 
     own, seg = 2 * load.adapters * block * widths, load.segments()
     state, stack = _rotate_arrays(load, block, _count(own, effort))
 
-    def one(x, R):
+    def one(xs, R):
         if not op.tiles:
-            return block_rotate(x, R, seg.tiles, seg.slot, implementation=op.how)
-        return rotate_twin(x, R, seg.tiles, seg.slot, *op.tiles, interpret=op.interpret)
+            return block_rotate(xs, R, seg.tiles, seg.slot, implementation=op.how)
+        return rotate_twin(xs, R, seg.tiles, seg.slot, *op.tiles, interpret=op.interpret)
 
     def whole(xs, layer):
-        return [one(x, R) for x, R in zip(xs, layer, strict=True)]
+        return {name: one(xs[name], R) for name, R in layer.items()}
 
     return _looped(whole, state, stack, own + 4 * load.rows * widths, effort)
 
@@ -226,14 +226,18 @@ def _rows_of_groups(keys: Iterator[Array], load: Load) -> tuple[dict, dict]:
 
 
 @lru_cache(maxsize=1)
-def _rotate_arrays(load: Load, block: int, count: int) -> tuple[list, list]:
-    widths = [d_in for d_in, _ in load.layer.sites]
-    keys = iter(jax.random.split(jax.random.key(0), len(widths) * (count + 1)))
-    state = pools.activations(next(keys), load.rows, widths)
-    stack = [
-        [pools.rotation(next(keys), load.adapters, d, block) for d in widths] for _ in range(count)
-    ]
-    return state, stack
+def _rotate_arrays(load: Load, block: int, count: int) -> tuple[dict, list]:
+    groups = load.layer.groups.items()
+    keys = iter(jax.random.split(jax.random.key(0), 16 * (count + 1)))
+
+    def xs(d_in: int, outs: Sequence[int]) -> tuple[Array, ...]:
+        return tuple(pools.activations(next(keys), load.rows, [d_in] * len(outs)))
+
+    def group(d_in: int, outs: Sequence[int]) -> tuple:
+        return tuple(pools.rotation(next(keys), load.adapters, d_in, block) for _ in outs)
+
+    state = {name: xs(*widths) for name, widths in groups}
+    return state, [{name: group(*widths) for name, widths in groups} for _ in range(count)]
 
 
 @lru_cache(maxsize=2)

@@ -65,14 +65,14 @@ tile_sizes = pytest.mark.parametrize("size", [1, 16])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_rotations(dtype, h_dtype, size, m, ordered):
     _, h, slot, tiles = batch(dtype, h_dtype, size)
-    lowers(rotate.block_rotate, h, rotation(dtype, m, ordered), tiles, slot)
+    lowers(rotate.block_rotate, (h, h), (rotation(dtype, m, ordered),) * 2, tiles, slot)
 
 
 @mixes
 @tile_sizes
 def test_scaled_inputs(dtype, h_dtype, size):
     _, h, slot, tiles = batch(dtype, h_dtype, size)
-    lowers(rotate.scale_input, h, vectors(dtype), tiles, slot)
+    lowers(rotate.scale_input, (h, h), (vectors(dtype),) * 2, tiles, slot)
 
 
 @mixes

@@ -44,7 +44,7 @@ def test_narrow_blocks_are_the_formula(m, ordered, dtype, pool, size):
     x, rotation, expected = case(m, ordered, dtype, pool)
     slot = jnp.asarray(SLOTS, jnp.int32)
     tiles = make_tiles(slot, len(ROW), size)
-    y = block_rotate(x, rotation, tiles, slot, implementation="pallas")
+    (y,) = block_rotate((x,), (rotation,), tiles, slot, implementation="pallas")
     assert y.dtype == x.dtype
     rounding = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
     sound = SLOTS < 3
@@ -60,7 +60,8 @@ def test_a_row_turns_alike_beside_other_rows():
 
     def turn(x, slots):
         slot = jnp.asarray(slots, jnp.int32)
-        return block_rotate(x, rotation, make_tiles(slot, 4, 8), slot, implementation="pallas")
+        tiles = make_tiles(slot, 4, 8)
+        return block_rotate((x,), (rotation,), tiles, slot, implementation="pallas")[0]
 
     first = turn(x, SLOTS)
     alone = turn(jnp.roll(x, 3, axis=0).at[3:8].set(x[2:7]), [0] * 8 + [2] * 3)

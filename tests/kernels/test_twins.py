@@ -77,7 +77,7 @@ def test_the_input_transform(m, dtype):
     x, slots = seg.sort(x), params.slots
     turn = (scale_input, slots.input_scale) if m == 1 else (block_rotate, slots.rotations[0])
     ours, reference = (
-        turn[0](x, turn[1], seg.tiles, seg.slot, implementation=how)
+        turn[0]((x,), (turn[1],), seg.tiles, seg.slot, implementation=how)[0]
         for how in ("pallas", "reference")
     )
     close(ours, reference, dtype)
@@ -92,10 +92,28 @@ def test_rotations_of_permuted_coordinates(m):
     params, seg, x = batch(rng, [*turned, random_form(rng, d, 10)], d, 10, 50, 16, "float32")
     x, (rotation,) = seg.sort(x), params.slots.rotations
     ours, reference = (
-        block_rotate(x, rotation, seg.tiles, seg.slot, implementation=how)
+        block_rotate((x,), (rotation,), seg.tiles, seg.slot, implementation=how)[0]
         for how in ("pallas", "reference")
     )
     close(ours, reference, "float32")
+
+
+def test_slices_turn_by_their_own_pools():
+    """Three projections in one launch; the second has nothing to turn."""
+    rng, d = np.random.default_rng(8), 96
+    sites = [batch(rng, [random_form(rng, d, 10, block=32)] * 2, d, 10, 50, 16, "float32")] * 2
+    (first, seg, x), (second, _, _) = sites
+    second = sj.site_params(second.W, [random_form(rng, d, 10, block=32) for _ in range(2)])
+    pools = (first.slots.rotations[0], None, second.slots.rotations[0])
+    xs = tuple(seg.sort(x) + i for i in range(3))
+    ours, reference = (
+        block_rotate(xs, pools, seg.tiles, seg.slot, implementation=how)
+        for how in ("pallas", "reference")
+    )
+    assert ours[1] is xs[1]
+    for s in (0, 2):
+        close(ours[s], reference[s], "float32")
+        assert np.abs(np.asarray(ours[s]) - np.asarray(xs[s])).max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
