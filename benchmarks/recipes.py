@@ -62,7 +62,10 @@ def all_methods() -> Recipes:
             ),
             0.14,
         ),
-        "KaSA": (peft.LoraConfig(r=8, kasa_config=KasaConfig(), target_modules=ATTENTION), 0.1),
+        "KaSA": (  # without v_proj, where its start alone moves the text by four nats
+            peft.LoraConfig(r=8, kasa_config=KasaConfig(), target_modules=["q_proj", *EVERY[3:]]),
+            0.1,
+        ),
         "VeLoRA": (peft.LoraConfig(r=8, lora_alpha=3, velora_config=VeloraConfig(), **LORA), 0.06),
         "MonteCLoRA": (
             peft.LoraConfig(r=8, lora_alpha=3, monteclora_config=MontecloraConfig(), **LORA),
