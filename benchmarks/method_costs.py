@@ -24,7 +24,7 @@ import scute_jax as sj
 from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_norm import apply_norm
 from scute_jax.bench.layer import LLAMA_8B
-from scute_jax.byte_model import Place, byte_cost, fused
+from scute_jax.byte_model import Cost, Machine, Place, byte_cost, fused
 from scute_jax.calibrate import measure, median_us
 from scute_jax.models.llama import normalised
 from scute_jax.models.params import NORM_SITES
@@ -125,6 +125,19 @@ def base_weights(key: jax.Array) -> dict[str, Any]:
 
 def prepare(weights, tenants: list[dict]):
     """The predicted cost of a layer, the pools of its sites, and the compiled loop."""
+    cost, slots = pools_of(tenants)
+    return cost, slots, compiled(weights, slots, len(tenants))
+
+
+def predicted_us(tenants: list[dict], machine: Machine) -> float:
+    """What the byte model says of a layer, without making a number of the tenants."""
+    costs: list[Cost] = []
+    jax.eval_shape(lambda: costs.append(pools_of(tenants)[0]))
+    return costs[0].seconds(machine) * 1e6
+
+
+def pools_of(tenants: list[dict]) -> tuple[Cost, dict[str, SiteSlots]]:
+    """The predicted cost of a layer, and the pools of its sites."""
     key, slots, costs = jax.random.key(1), {}, []
 
     def site_cost(site: str, d_in: int, d_out: int, place: Place = "projection"):
@@ -141,7 +154,7 @@ def prepare(weights, tenants: list[dict]):
         modules = zip(MODULES[group], outs, strict=True)
         costs.append(fused([site_cost(module, d_in, d_out) for module, d_out in modules]))
     costs += [fused([site_cost(site, HIDDEN, HIDDEN, "norm")]) for site in NORM_SITES]
-    return sum(costs[1:], costs[0]), slots, compiled(weights, slots, len(tenants))
+    return sum(costs[1:], costs[0]), slots
 
 
 def random_form(key: jax.Array, site: dict, d_in: int, d_out: int) -> sj.NormalForm:

@@ -2,13 +2,17 @@
 
     python -m benchmarks.method_table
 
-reads `method_costs.json` (of method_costs.py) and `method_pool.json` (of method_pool.py), and
-writes `METHODS.md`.
+reads `method_costs.json` (of method_costs.py), `method_pool.json` (of method_pool.py) and
+`method_shapes.json` (of method_shapes.py), and writes `METHODS.md`. Of a method that was not timed,
+the shapes tell what the byte model says.
 """
 
 import argparse
 import json
 from pathlib import Path
+
+from benchmarks.method_costs import LAYERS, TENANTS, predicted_us
+from scute_jax.byte_model import Machine
 
 HERE = Path(__file__).parent
 TITLES = (
@@ -25,25 +29,31 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--costs", type=Path, default=HERE / "method_costs.json")
     parser.add_argument("--errors", type=Path, default=HERE / "method_pool.json")
+    parser.add_argument("--shapes", type=Path, default=HERE / "method_shapes.json")
     parser.add_argument("--out", type=Path, default=HERE / "METHODS.md")
     args = parser.parse_args()
-    args.out.write_text(table(*(json.loads(p.read_text()) for p in (args.costs, args.errors))))
+    files = args.costs, args.errors, args.shapes
+    args.out.write_text(table(*(json.loads(file.read_text()) for file in files)))
 
 
-def table(costs: dict, errors: dict) -> str:
-    """The Markdown of both results; a method has a line if it is in one of them."""
+def table(costs: dict, errors: dict, shapes: dict) -> str:
+    """The Markdown of the results; a method has a line if it is in one of them."""
     of_costs, of_errors = (
         {row["method"]: row for row in part["methods"]} for part in (costs, errors)
     )
+    machine = Machine(**costs["machine"])
+    of_costs |= {
+        name: _not_timed(shape, machine) for name, shape in shapes.items() if name not in of_costs
+    }
     methods = list(of_errors | of_costs)
     lines = [_line(name, of_costs.get(name), of_errors.get(name)) for name in methods]
-    facts, machine = errors["facts"], costs["machine"]
+    facts = errors["facts"]
     return f"""# What a tenant of each method costs
 
 Bytes: of all layers of Llama-3.1-8B in bfloat16. Microseconds: of a token in a layer, which its
 adapter adds to the base, in a step of one token for each tenant; all tenants of a line have its
 method, the pools have one of every method, and as many LoRAs. Predicted by the byte model, which
-fits nothing, and measured on {machine["name"]}, jax {costs["jax"]} (`benchmarks.method_costs`).
+fits nothing, and measured on {machine.name}, jax {costs["jax"]} (`benchmarks.method_costs`).
 bfloat16 error: of the log-probabilities against PEFT in float32, as a share of what the adapter
 does; SmolLM2-135M, {facts["layers"]} layers, all methods in one batch, on {facts["device"]}
 (`benchmarks.method_pool`). An empty cell was not measured.
@@ -59,11 +69,22 @@ def _line(name: str, cost: dict | None, error: dict | None) -> str:
     if cost is not None:
         if cost["bytes_per_tenant"]:  # of a pool every tenant has its own
             cells[1:3] = f"{cost['bytes_per_tenant']:,}", ", ".join(cost["live"]) or "-"
-        times = (cost[key] / cost["tenants"] for key in ("predicted_us", "measured_us"))
-        cells[3:5] = (f"{us:.2f}" for us in times)
+        for place, key in ((3, "predicted_us"), (4, "measured_us")):
+            if key in cost:
+                cells[place] = f"{cost[key] / cost['tenants']:.2f}"
     if error is not None:
         cells[5] = f"{100 * error['share']:.2f} %"
     return _cells(cells)
+
+
+def _not_timed(shape: dict, machine: Machine) -> dict:
+    """The line of `method_costs.json` for a method, without what was measured."""
+    return {
+        "tenants": TENANTS,
+        "live": shape["live"],
+        "bytes_per_tenant": LAYERS * shape["bytes"] + shape["elsewhere"],
+        "predicted_us": predicted_us([shape] * TENANTS, machine),
+    }
 
 
 def _cells(cells) -> str:
