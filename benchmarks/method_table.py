@@ -56,7 +56,12 @@ method, the pools have one of every method, and as many LoRAs. Predicted by the 
 fits nothing, and measured on {machine.name}, jax {costs["jax"]} (`benchmarks.method_costs`).
 bfloat16 error: of the log-probabilities against PEFT in float32, as a share of what the adapter
 does; SmolLM2-135M, {facts["layers"]} layers, all methods in one batch, on {facts["device"]}
-(`benchmarks.method_pool`). An empty cell was not measured.
+(`benchmarks.method_pool`). An empty cell was not measured: KaSA, TinyLoRA and PSOFT are terms of
+their rank once they are loaded, as LoRA is.
+
+Methods without a line cost what another does: aLoRA and Poly what LoRA of their rank, Bone what
+MiSS, SSF what GLoRA without its term (s and b), replaced and added tokens what the cost table in
+the README says of rows.
 
 {_cells(TITLES)}
 {_cells(["---"] * len(TITLES))}
