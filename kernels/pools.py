@@ -55,10 +55,16 @@ def at_tiles(pool: Pool | None, slot: Int[Array, "n"]) -> Pool | None:
 
     A kernel that looks up the tile's slot first, then its entry, waits for memory twice; and what
     is looked up holds for all steps of the same batch.
+    Raises: ValueError for a pool that was looked up for another number of tiles.
     """
-    if pool is None or pool.by_tile:
-        return pool
+    if pool is None:
+        return None
     tables = ("table", "rank") if isinstance(pool, LowRank) else ("row",)
+    if pool.by_tile:
+        count = getattr(pool, tables[0]).shape[0]
+        if count != slot.shape[0]:
+            raise ValueError(f"a pool looked up for {count} tiles, but there are {slot.shape[0]}.")
+        return pool
     found = {name: jnp.take(getattr(pool, name), slot, axis=0, mode="clip") for name in tables}
     return replace(pool, by_tile=True, **found)
 

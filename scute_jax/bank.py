@@ -6,7 +6,8 @@ that leaves is unnamed in every table, so that nothing of it can be read again.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -70,6 +71,7 @@ class AdapterBank:
         self._residents: list[Resident | None] = [None] * capacity.adapters
         self._pairs: list[str | None] = [None] * capacity.pairs
         self._pair_sides: list[set[Key]] = [set() for _ in self._pairs]
+        self._torn = False  # a write began and did not end: books and tables may differ
 
     @property
     def slots(self) -> dict[str, SiteSlots]:
@@ -104,7 +106,8 @@ class AdapterBank:
         adapter, found = _effective(adapter)
         self._check(adapter, found, None)
         slot = self.free[0] if slot is None else slot
-        self._write(slot, adapter, found, {})
+        with self._writing():
+            self._write(slot, adapter, found, {})
         return slot
 
     def replace(self, slot: int, adapter: Adapter) -> None:
@@ -112,14 +115,16 @@ class AdapterBank:
         leaving = self._resident(slot)
         adapter, found = _effective(adapter)
         self._check(adapter, found, leaving)
-        self._release(slot)
-        self._write(slot, adapter, found, leaving.entries)
+        with self._writing():
+            self._release(slot)
+            self._write(slot, adapter, found, leaving.entries)
 
     def clear(self, slot: int) -> None:
         """Frees a slot. Rows that name it from now on compute the base model."""
         leaving = self._resident(slot)
-        self._release(slot)
-        self._pools.put(self._table_writes(slot, {}, {}, leaving.entries))
+        with self._writing():
+            self._release(slot)
+            self._pools.put(self._table_writes(slot, {}, {}, leaving.entries))
 
     def warm_up(self) -> None:
         """Compiles all writes, so that adapters come and go without compiling anything."""
@@ -127,8 +132,14 @@ class AdapterBank:
 
     @property
     def lost(self) -> bool:
-        """Whether a write that failed took an array with it; the bank is of no use then."""
-        return self._pools.lost
+        """Whether a write failed halfway, or took an array with it; the bank is of no use then."""
+        return self._torn or self._pools.lost
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        before, self._torn = self._torn, True
+        yield
+        self._torn = before
 
     def _resident(self, slot: int) -> Resident:
         resident = self._residents[slot] if 0 <= slot < self.capacity.adapters else None

@@ -7,6 +7,7 @@ for shared pairs (their width, "pair/A"). Tables (row, table, rank, pair) have a
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -54,6 +55,15 @@ def empty_arrays(
         yield (0, "pair/rank"), jnp.zeros((capacity.pairs,), jnp.int32)
     for key, order in capacity.orders.items():
         yield (0, f"order/{key}"), jnp.asarray(order, jnp.int32)
+
+
+def bank_bytes(
+    widths: Mapping[str, tuple[int, int]], capacity: BankCapacity, dtype: jnp.dtype
+) -> int:
+    """Bytes of all arrays of a bank, without making one."""
+    named = {site: widths[site] for site in capacity.entries}
+    arrays = jax.eval_shape(lambda: [array for _, array in empty_arrays(named, capacity, dtype)])
+    return sum(array.size * array.dtype.itemsize for array in arrays)
 
 
 def all_slots(

@@ -108,8 +108,8 @@ class Pools:
         for i, array in zip(places, written, strict=True):
             self._arrays[i] = array
         for i, small in zip(places, layout.small, strict=True):
-            if small and i in writes:
-                self._last[i] = writes[i]
+            if small and i in writes:  # a copy: the array may be the caller's own
+                self._last[i] = writes[i][0], np.array(writes[i][1])
 
 
 @dataclass(frozen=True)

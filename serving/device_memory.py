@@ -9,4 +9,5 @@ class OutOfDeviceMemory(RuntimeError):
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether jax could not allocate what a step or a copy needed."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return exhausted or isinstance(error, OutOfDeviceMemory)

@@ -186,9 +186,11 @@ class Engine:
         """What the engine has done and holds; see EngineStats."""
         with self._lock:
             running, waiting = Counter[Key](), Counter[Key]()
-            for sequence in self._parts.scheduler.running:
+            parts = self._opened  # None as long as nobody has asked for anything
+            for sequence in parts.scheduler.running if parts else ():
                 running[sequence.request.adapter] += 1
-            queued = (s for queue in self._parts.scheduler.waiting.values() for s in queue)
+            queues = parts.scheduler.waiting.values() if parts else ()
+            queued = (s for queue in queues for s in queue)
             for sequence in (*queued, *self._arrived.copy()):
                 waiting[sequence.request.adapter] += 1
             slots = self._residency.resident()
@@ -207,14 +209,14 @@ class Engine:
                 },
                 running=running.total(),
                 waiting=waiting.total(),
-                pages_free=self._parts.pages.available - self._parts.pages.idle,
-                pages_idle=self._parts.pages.idle,
-                pages_used=self._parts.pages.held,
+                pages_free=parts.pages.available - parts.pages.idle if parts else 0,
+                pages_idle=parts.pages.idle if parts else 0,
+                pages_used=parts.pages.held if parts else 0,
                 slots_free=self.options.max_adapters - len(slots),
                 slots_used=len(slots),
                 loads=self._residency.loads,
                 compilations=self._compilations.total,
-                preemptions=self._parts.scheduler.preemptions,
+                preemptions=parts.scheduler.preemptions if parts else 0,
                 out_of_memory=self._out_of_memory,
             )
 
@@ -288,7 +290,7 @@ class Engine:
         """Cancels every request that has not begun to run; those that have go on to their end."""
         with self._lock:
             self._take_in()
-            for sequence in self._parts.scheduler.queued():
+            for sequence in self._opened.scheduler.queued() if self._opened else ():
                 self._retire(sequence, "cancelled")
 
     @property
@@ -301,9 +303,11 @@ class Engine:
         """One round: launches what the scheduler gives and reads the oldest results."""
         with self._lock, self._compilations:
             self._take_in()
+            if self._opened is None:  # nobody has asked for anything yet
+                return
             try:
                 self._round()
-            except jax.errors.JaxRuntimeError as error:
+            except RuntimeError as error:
                 if not out_of_memory(error) or not self._parts.scheduler.running:
                     raise
                 self._recover(error)
@@ -331,7 +335,14 @@ class Engine:
             residency.prepare()
         except OutOfDeviceMemory:
             pass  # whoever asks for one of these adapters is told
-        num_pages = options.num_pages(config, self.params.embed_tokens.dtype, residency.nbytes)
+        dtype = self.params.embed_tokens.dtype
+        try:
+            num_pages = options.num_pages(config, dtype, residency.nbytes)
+        except ModelError:
+            if not residency.nbytes:
+                raise
+            residency.give_up()
+            num_pages = options.num_pages(config, dtype)
         max_context = min(config.max_context, num_pages * options.page_size)
         pages = PagePool(num_pages, options.page_size)
         try:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from scute_jax.bank import AdapterBank, BankFull
+from scute_jax.bank_arrays import bank_bytes
 from scute_jax.bank_pools import View
 from scute_jax.capacity import BankCapacity
 from scute_jax.models.adapters import kinds_at
@@ -37,6 +38,7 @@ class Residency:
         self._widths, self.max_adapters, self._dtype = widths, max_adapters, dtype
         self._wanted = wanted
         self._room = Room(max_adapters)
+        self._too_large: int | None = None  # bytes of a bank that was given up
         self.loads = 0
         self._bank: AdapterBank | None = None
         self._slot: OrderedDict[str, int] = OrderedDict()  # least recently used first
@@ -64,6 +66,7 @@ class Residency:
 
         Raises: OutOfDeviceMemory if the device has no room for it; then the bank is as it was.
         """
+        self._mend()
         before = None if self._bank is None else self._bank.capacity
         needed = self._room.needed()
         if not self.routes or (before is not None and before.covers(needed)):
@@ -123,10 +126,11 @@ class Residency:
     @property
     def lost(self) -> bool:
         """Whether a failure took the bank with it."""
-        return bool(self._slot) and (self._bank is None or self._bank.lost)
+        return bool(self._slot) if self._bank is None else self._bank.lost
 
     def slots(self, routes: frozenset[str]) -> Slots:
         """The slots of all sites, narrowed to some routes; the others are not there at all."""
+        self._mend()
         if self._bank is None:
             assert not self._slot, "tenants without a bank"
             return {}
@@ -147,6 +151,7 @@ class Residency:
         """Brings a tenant to the device; False if all slots or all room is in use."""
         if len(self._slot) == self.max_adapters and len(self._users) == len(self._slot):
             return False
+        self._mend()
         if self._bank is None or not self._bank.capacity.covers(tenant.need):
             self.prepare()
             if self._bank is None or not self._bank.capacity.covers(tenant.need):
@@ -197,17 +202,44 @@ class Residency:
     def _evict(self, version: str) -> None:
         slot = self._slot.pop(version)
         del self._tenant[version]
-        if self._bank is not None:
-            self._bank.clear(slot)
         self._read.clear()
+        if self._bank is None or self._bank.lost:
+            return
+        try:
+            self._bank.clear(slot)
+        except jax.errors.JaxRuntimeError as error:  # the bank is mended before it is used again
+            if not out_of_memory(error):
+                raise
+
+    def _mend(self) -> None:
+        """Makes a bank anew in which a write failed halfway."""
+        if self._bank is not None and self._bank.lost:
+            with self._restored("the adapters that are there"):
+                self._rebuild(self._bank.capacity)
 
     def _rebuild(self, capacity: BankCapacity) -> None:
-        """A larger bank with the same tenants in the same slots."""
+        """A bank with the same tenants in the same slots.
+
+        Raises: OutOfDeviceMemory if it is as large as one that left no room for anything else.
+        """
+        nbytes = bank_bytes(self._widths, capacity, self._dtype)
+        if self._too_large is not None and nbytes >= self._too_large:
+            raise OutOfDeviceMemory(
+                f"room for {self.max_adapters} adapters of the sizes that are registered takes "
+                f"{nbytes >> 20} MiB, which leaves none for a KV cache; have fewer adapters at a "
+                "time (max_adapters=), or give more memory (memory=)."
+            )
         self._drop()  # frees the old one first, unless a step still runs on it
         bank = AdapterBank(self._widths, capacity, self._dtype)
         for version, slot in self._slot.items():
             bank.insert(self._tenant[version].adapter, slot)
         self._bank = bank
+
+    def give_up(self) -> None:
+        """Lets the bank go, which has no tenants yet, and makes none of its size again."""
+        assert not self._slot and self._bank is not None
+        self._too_large = self._bank.nbytes
+        self._drop()
 
     def _drop(self) -> None:
         self._bank = None

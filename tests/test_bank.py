@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scute_jax as sj
+from scute_jax import bank_pools
 from scute_jax.apply import SiteParams
 from scute_jax.bank import AdapterBank, BankFull
 from scute_jax.capacity import capacity_for
@@ -172,3 +173,43 @@ def test_tenants_of_one_pair_bring_the_widths_that_others_left_out():
     ours = sj.apply_normal_form(params, jnp.asarray(x), sj.segments(ids, 2))
     expected = evaluate_rows([second["q"]], np.zeros(5, int), W, x)
     np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("action", ["insert", "replace", "clear"])
+def test_a_bank_in_which_a_write_failed_halfway_is_lost(action, monkeypatch):
+    """Books and tables may differ then: a slot that counts as free can still name an adapter."""
+    forms = {s: random_form(RNG, *w, terms=[random_term(RNG, *w, 3)]) for s, w in WIDTHS.items()}
+    both = sj.Adapter({site: sj.fold(form) for site, form in forms.items()}, "ANY", "v")
+    bank = AdapterBank(WIDTHS, capacity_for([both] * K, K))
+    bank.insert(both)
+    assert not bank.lost
+    write, calls = bank_pools._put_entries, iter(range(9))
+
+    def stopped(*args):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(bank_pools, "_put_entries", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        if action == "insert":
+            bank.insert(both)
+        elif action == "replace":
+            bank.replace(0, both)
+        else:
+            bank.clear(0)
+    assert bank.lost
+
+
+def test_what_is_resident_does_not_follow_the_callers_array():
+    """Small entries are sent again with later writes of their layer, as they were."""
+    own, second = np.ones(D_OUT, np.float32), normal(RNG, D_IN)
+    first = sj.Adapter({"layers.0.q": sj.NormalForm(b=own)}, "ANY", "1")
+    later = sj.Adapter({"layers.0.o": sj.NormalForm(b=second)}, "ANY", "2")
+    widths = {f"layers.0.{site}": width for site, width in WIDTHS.items()}
+    bank = AdapterBank(widths, capacity_for([first, later], K))
+    bank.insert(first)
+    own[:] = 7
+    bank.insert(later)
+    (values,) = {tuple(np.asarray(v)) for v in bank.slots["layers.0.q"].shift.values if v.any()}
+    assert values == (1,) * D_OUT

@@ -11,7 +11,14 @@ import pytest
 from forms import normal, random_blocks, random_form, random_term, shared_pairs
 
 import scute_jax as sj
-from scute_jax.kernels import block_rotate, paged_attention, scale_input, shared_factors
+from scute_jax.kernels import (
+    at_tiles,
+    block_rotate,
+    paged_attention,
+    scale_input,
+    segmented_update,
+    shared_factors,
+)
 
 # dtype -> share of the largest output: float32 sums in another order; half precision rounds the
 # output once (2^-9 and 2^-11) and, inside, the low-rank product once more.
@@ -66,6 +73,16 @@ def test_the_update_of_mixed_adapters(case):
     params, seg, x = batch(rng, forms_for(rng, d_in, d_out), *CASES[case])
     ours = sj.apply_normal_form(params, x, seg, implementation="pallas")
     close(ours, sj.apply_normal_form(params, x, seg, implementation="reference"), dtype)
+
+
+def test_pools_looked_up_for_other_tiles_are_refused():
+    rng = np.random.default_rng(0)
+    params, seg, x = batch(rng, forms_for(rng, 24, 10), 24, 10, 40, 16, "float32")
+    other = sj.segments([0, 1, 2], 6, tile=16).tiles
+    slots = params.slots
+    pools = tuple((at_tiles(p, other.slot),) for p in (slots.factors, slots.scale, slots.shift))
+    with pytest.raises(ValueError, match=f"looked up for {other.slot.shape[0]} tiles"):
+        segmented_update((x[:, :10],), x, *pools, seg.tiles)
 
 
 @pytest.mark.parametrize("m", [1, 2, 12, 32])

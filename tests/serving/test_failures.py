@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lora_engine import alone, ask, lora, new_engine, tokens
 
-from scute_jax import Adapter, AdapterError, NormalForm
+from scute_jax import Adapter, AdapterError, NormalForm, bank_pools
 from scute_jax.bank import AdapterBank
 from scute_jax.serving import OutOfDeviceMemory
 
@@ -123,6 +123,37 @@ def test_an_adapter_that_finds_no_room_on_the_device_fails_alone(monkeypatch, lo
     assert last.finish_reason == "error"
     assert "no memory left for large" in last.error and "max_adapters=" in last.error
     assert clean(engine)
+
+
+@pytest.mark.parametrize("stop", [jax.errors.JaxRuntimeError(FULL), KeyboardInterrupt()])
+def test_an_eviction_that_fails_halfway_leaves_nothing_behind(monkeypatch, stop):
+    """Its slot goes to the next adapter, which has other slots: nothing of the first may act."""
+    rng = np.random.default_rng(3)
+    widths = {"layers.0.self_attn.q_proj": 72, "layers.0.mlp.up_proj": 80}
+    scales = {site: np.float32(1 + 0.5 * rng.normal(size=width)) for site, width in widths.items()}
+    forms = {site: NormalForm(s=scale) for site, scale in scales.items()}
+    other = Adapter(forms, "IA3", "scales")
+    engine, plain = new_engine(), new_engine()
+    plain.add_adapter("other", other)
+    expected = tokens(plain.generate([ask("other"), ask()]))
+    engine.add_adapter("t", lora(0))
+    engine.add_adapter("other", other)
+    engine.warm_up()
+    tokens(engine.generate([ask("t")]))
+
+    def stopped(*args):
+        raise stop
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bank_pools, "_put_entries", stopped)
+        if isinstance(stop, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                engine.remove_adapter("t")
+        else:
+            engine.remove_adapter("t")
+    assert tokens(engine.generate([ask("other"), ask()])) == expected
+    engine.add_adapter("t2", lora(1))
+    assert tokens(engine.generate([ask("other"), ask(), ask("t2")]))[:2] == expected
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
