@@ -107,7 +107,8 @@ def _triplets(site: Site, r: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             torch.manual_seed(seed)
             left, S, right = torch.svd_lowrank(W, q=r, niter=iterations)
         right = right.T
-    site.note(f"singular vectors of W with the signs of torch {torch.__version__} on this machine")
+    signs = f"the signs of torch {torch.__version__} on this CPU; a GPU finds others"
+    site.note(f"singular vectors of W with {signs}")
     U, S, V = (array.double().numpy() for array in (right[:r].T, S[:r], left[:, :r].T))
     return U, S, V
 
