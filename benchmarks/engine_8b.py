@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 import jax
 
 from benchmarks import engine_cold
+from benchmarks.command import command
 from benchmarks.engine_measures import Lab, Result, measurements, say
 
 KERNELS = "lists the kernels of a step, as base:decode five:prefill"
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     args.layers = args.layers or (2 if args.tiny else 32)
     results: list[Result] = []
-    facts = {"layers": args.layers, "jax": jax.__version__}
+    facts = {"command": command(), "layers": args.layers, "jax": jax.__version__}
     if args.only and "cold" in args.only:  # its processes need the device for themselves
         seconds, note = engine_cold.seconds(args.layers, args.tiny)
         results.append(Result("cold start, weights aside", seconds, "s", "<= 20", note))

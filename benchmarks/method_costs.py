@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import scute_jax as sj
+from benchmarks.command import command
 from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_norm import apply_norm
 from scute_jax.bench.layer import LLAMA_8B
@@ -57,7 +58,8 @@ def main() -> None:
     methods = {n: s for n, s in shapes.items() if not args.only or n in args.only}
     methods = dict(sorted(methods.items(), key=lambda item: most_terms(item[1])))
     weights = base_weights(jax.random.key(0))
-    report = {"machine": asdict(machine), "jax": jax.__version__, "methods": []}
+    about = {"command": command(), "machine": asdict(machine), "jax": jax.__version__}
+    report = about | {"methods": []}
     alike: dict[str, list[str]] = {}  # methods whose forms have the same shapes cost the same
     for name, shape in methods.items():
         alike.setdefault(json.dumps(shape["sites"]), []).append(name)

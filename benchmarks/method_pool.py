@@ -24,6 +24,7 @@ import transformers
 
 from benchmarks.adapter_tasks import read_examples
 from benchmarks.bf16_effect import mean_gap, oracle, rounded_twin, serve
+from benchmarks.command import command
 from benchmarks.recipes import all_methods, make_with_effect, slug
 from scute_jax.models.tokenizer import load_tokenizer
 from scute_jax.serving import Engine
@@ -63,7 +64,7 @@ def main() -> None:
         base = [oracle(twin, ids) for ids in texts]
         rows, base_error = errors(engine, made, texts, base)
     facts = {"layers": len(twin.model.layers), "device": jax.devices()[0].device_kind}
-    facts["base_error"] = base_error
+    facts |= {"base_error": base_error, "command": command()}
     versions = {m.__name__: m.__version__ for m in (jax, peft, torch, transformers)}
     if args.out:
         report = {"facts": facts | {"versions": versions}, "methods": rows}

@@ -53,7 +53,8 @@ def table(costs: dict, errors: dict, shapes: dict) -> str:
 Bytes: of all layers of Llama-3.1-8B in bfloat16. Microseconds: of a token in a layer, which its
 adapter adds to the base, in a step of one token for each tenant; all tenants of a line have its
 method, the pools have one of every method, and as many LoRAs. Predicted by the byte model, which
-fits nothing, and measured on {machine.name}, jax {costs["jax"]} (`benchmarks.method_costs`).
+fits nothing, and measured on {machine.name}, jax {costs["jax"]}, where copies ran at
+{machine.bandwidth / 1e12:.2f} TB/s (`benchmarks.method_costs`).
 bfloat16 error: of the log-probabilities against PEFT in float32, as a share of what the adapter
 does; SmolLM2-135M, {facts["layers"]} layers, all methods in one batch, on {facts["device"]}
 (`benchmarks.method_pool`). An empty cell was not measured: KaSA, TinyLoRA and PSOFT are terms of

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.command import command
 from scute_jax.bench.layer import LLAMA_8B, TINY, Layer, Load, turned_form
 from scute_jax.bench.timing import time_work, walls_in_turn
 from scute_jax.bench.work import (
@@ -256,7 +257,8 @@ def main() -> None:
         lines[figure.row, figure.what] = line
         print(f"{time.monotonic() - began:5.0f} s  {_shown(line)}", flush=True)
         if args.out:
-            report = {"machine": asdict(machine), "jax": jax.__version__, "commit": _commit()}
+            report = {"command": command(), "machine": asdict(machine), "jax": jax.__version__}
+            report["commit"] = _commit()
             report |= {"figures": list(lines.values())}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\nfigure | measured | target | met")
