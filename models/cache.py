@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from scute_jax.models.config import LlamaConfig
 
@@ -11,8 +11,8 @@ from scute_jax.models.config import LlamaConfig
 class KVCache:
     """Keys and values of all sequences. Which page belongs to whom is the caller's business.
 
-    Invariants: all arrays have one shape. A position that no sequence has written may hold
-    anything.
+    Invariants: all arrays have one shape, and the dtype of activations. A position that no sequence
+    has written may hold anything.
     """
 
     k: tuple[Float[Array, "pages hkv page dh"], ...]
@@ -39,13 +39,3 @@ def page_bytes(config: LlamaConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page over all layers, keys and values."""
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return per_token * page_size * jnp.dtype(dtype).itemsize
-
-
-def write_pages(
-    pages: Float[Array, "p hkv page dh"],
-    new: Float[Array, "t hkv dh"],
-    page: Int[Array, "t"],
-    place: Int[Array, "t"],
-) -> Float[Array, "p hkv page dh"]:
-    """The pages with new[i] at place[i] of page[i]; a page past the end is not written."""
-    return pages.at[page, :, place].set(new.astype(pages.dtype), mode="drop")

@@ -17,8 +17,8 @@ from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
-from scute_jax.kernels import Implementation, paged_attention
-from scute_jax.models.cache import KVCache, write_pages
+from scute_jax.kernels import Implementation, paged_attention, paged_rope
+from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
 from scute_jax.segments import Segments
@@ -76,25 +76,21 @@ def forward(
         return apply_norm(x, weight, own, segments, implementation=how).astype(dtype)
 
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
-    places = _places(batch, cache)
+    where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
         h = norm(x, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
-        q, k, v = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
-        q, k = (_rotate(_heads(part, config), rope).astype(dtype) for part in (q, k))
-        k_pages[i] = write_pages(k_pages[i], k, *places)
-        v_pages[i] = write_pages(v_pages[i], _heads(v, config), *places)
-        attended = paged_attention(
-            jnp.reshape(q, (*batch.tokens.shape, *q.shape[1:])),
-            k_pages[i],
-            v_pages[i],
-            batch.table,
-            batch.start,
-            batch.rows,
-            implementation=implementation,
+        qkv = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
+        # Side by side, as XLA computes them: it need not take them apart.
+        qkv = jnp.reshape(jnp.concatenate(qkv, axis=1), (x.shape[0], -1, config.head_dim))
+        q, k_pages[i], v_pages[i] = paged_rope(
+            qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation
         )
+        q = jnp.reshape(q, (*batch.tokens.shape, *q.shape[1:]))
+        pages = k_pages[i], v_pages[i]
+        attended = paged_attention(q, *pages, *where, implementation=implementation)
         attended = jnp.reshape(attended, (x.shape[0], -1))
         (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
         x = x + o
@@ -167,31 +163,8 @@ def _gated(gate: Float[Array, "t f"], up: Float[Array, "t f"]) -> Float[Array, "
     return gate * jax.nn.sigmoid(gate) * up
 
 
-def _heads(x: Float[Array, "t w"], config: LlamaConfig) -> Float[Array, "t h dh"]:
-    return jnp.reshape(x, (x.shape[0], -1, config.head_dim))
-
-
 def _rope_tables(config: LlamaConfig, positions: Int[Array, "t"]) -> tuple[Array, Array]:
-    """cos and sin of position times frequency, [t, 1, dh / 2] in float32."""
+    """cos and sin of position times frequency, [t, dh / 2] in float32."""
     frequencies = jnp.asarray(config.rope.inv_freq(config.head_dim), jnp.float32)
-    angle = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    angle = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: Float[Array, "t h dh"], rope: tuple[Array, Array]) -> Float[Array, "t h dh"]:
-    """Rotary embedding of the two halves of each head. Source: RoFormer (arXiv:2104.09864) eq. 34,
-    in the half-split layout of Hugging Face checkpoints."""
-    cos, sin = rope
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _places(batch: Batch, cache: KVCache) -> tuple[Int[Array, "t"], Int[Array, "t"]]:
-    """Where the keys of each row go: page and place in it; padding goes past the last page."""
-    positions = batch.positions()
-    size, page_size = batch.tokens.shape[1], cache.page_size
-    held = jnp.arange(size, dtype=jnp.int32)[None, :] < batch.rows[:, None]
-    column = jnp.clip(positions // page_size, 0, batch.table.shape[1] - 1)
-    page = jnp.where(held, jnp.take_along_axis(batch.table, column, axis=1), cache.k[0].shape[0])
-    return jnp.reshape(page, (-1,)), jnp.reshape(positions % page_size, (-1,))

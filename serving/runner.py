@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -18,7 +18,15 @@ from scute_jax.serving.residency import Residency
 from scute_jax.serving.sampling import TokenScores
 from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.sequence import Sequence
-from scute_jax.serving.steps import Drawn, PrefillPlan, Rows, decode, prefill, score_prompt
+from scute_jax.serving.steps import (
+    DecodePlan,
+    Drawn,
+    PrefillPlan,
+    Rows,
+    decode,
+    prefill,
+    score_prompt,
+)
 from scute_jax.serving.variants import Variant, Variants, ladder, needed
 
 Progress = Callable[[int, int, str], None]  # how many are done, of how many, which one is next
@@ -26,8 +34,22 @@ Progress = Callable[[int, int, str], None]  # how many are done, of how many, wh
 _STATIC = ("config", "num_slots", "sampled", "top", "implementation")
 _DONATED = ("cache", "rows")
 _PREFILL = jax.jit(prefill, static_argnames=_STATIC, donate_argnames=_DONATED)
-_DECODE = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=_DONATED)
 _SCORE = jax.jit(score_prompt, static_argnames=("num_slots", "top", "implementation"))
+
+
+def decode_program(options: EngineOptions, rows: int) -> jax.stages.Wrapped:
+    """The jitted decode step of so many rows."""
+    return _decode_compiled_with(tuple(options.decode_compiler_options(rows).items()))
+
+
+@cache
+def _decode_compiled_with(compiler_options: tuple[tuple[str, bool | int], ...]):
+    return jax.jit(
+        decode,
+        static_argnames=(*_STATIC, "steps"),
+        donate_argnames=_DONATED,
+        compiler_options=dict(compiler_options),
+    )
 
 
 class Runner:
@@ -49,7 +71,7 @@ class Runner:
         self.reset()
         how = {"num_slots": residency.max_adapters, "implementation": options.implementation}
         self._prefill = partial(_PREFILL, config=config, **how)
-        self._decode = partial(_DECODE, config=config, steps=options.steps, **how)
+        self._decode = partial(_decode, options, config=config, steps=options.steps, **how)
         self._score = partial(_SCORE, **how)
 
     def prefill(self, work: PrefillWork) -> tuple[Drawn, TokenScores | None]:
@@ -129,3 +151,8 @@ class Runner:
         self.variants.add(shape, variant)
         slots = self.residency.slots(variant.routes)
         return slots, {"sampled": variant.sampled, "top": variant.top}
+
+
+def _decode(options: EngineOptions, *args, **how):
+    plan: DecodePlan = args[-1]
+    return decode_program(options, plan.slot.shape[0])(*args, **how)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from scute_jax.kernels.block_rotate import pallas_triton as rotate
 from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
+from scute_jax.kernels.paged_rope.pallas_triton import paged_rope
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Vectors, at_tiles
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
@@ -118,3 +119,13 @@ def test_attention(dtype, size):
     q, pages = zeros(dtype, 3, size, 6, 64), zeros(dtype, 8, 2, 16, 64)
     table, start, rows = zeros("int32", 3, 4), zeros("int32", 3), zeros("int32", 3)
     lowers(paged_attention, q, pages, pages, table, start, rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("x_dtype", ["float32", "as the pages"])
+@pytest.mark.parametrize("size", [1, 32])
+def test_rope_with_pages(dtype, x_dtype, size):
+    qkv = zeros("float32" if x_dtype == "float32" else dtype, 3 * size, 10, 64)
+    wave, pages = zeros("float32", 3 * size, 32), zeros(dtype, 8, 2, 16, 64)
+    table, numbers = zeros("int32", 3, 4), zeros("int32", 3)
+    lowers(paged_rope, qkv, pages, pages, wave, wave, table, numbers, numbers)

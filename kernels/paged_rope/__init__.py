@@ -1,0 +1,3 @@
+from scute_jax.kernels.paged_rope.api import paged_rope
+
+__all__ = ["paged_rope"]
