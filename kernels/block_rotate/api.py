@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.block_rotate import pallas_triton, reference
+from scute_jax.kernels.block_rotate import pallas, pallas_triton, reference
 from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import Rotation, Vectors
 from scute_jax.kernels.tiles import Tiles
@@ -60,5 +60,5 @@ def _scale_reference(x, scale, tiles, slot):
     return tuple(map(partial(reference.scale_input, tiles=tiles), x, scale))
 
 
-_ROTATE = Op("block_rotate", _rotate_reference, pallas_triton.block_rotate)
+_ROTATE = Op("block_rotate", _rotate_reference, pallas.block_rotate)
 _SCALE = Op("scale_input", _scale_reference, pallas_triton.scale_input)

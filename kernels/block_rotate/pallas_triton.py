@@ -6,7 +6,6 @@ by one. Narrow blocks, which such a product would fill up with zeros, are multip
 element, for many blocks and few rows at a time; a vector is an R of blocks of one.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,23 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from scute_jax.kernels.block_rotate.tile import RotateTile
 from scute_jax.kernels.pools import Rotation, Vectors
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
-
-
-@dataclass(frozen=True)
-class RotateTile:
-    """columns: of x in one program; copy_rows: rows that a copying program takes; narrow_rows:
-    rows at a time where blocks are narrow."""
-
-    columns: int = 256
-    copy_rows: int = 32
-    narrow_rows: int = 4
-    num_warps: int = 4
-    num_stages: int = 2
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -40,11 +28,10 @@ def block_rotate(
     rotation: tuple[Rotation, ...],
     tiles: Tiles,
     slot: Int[Array, "t"],
-    tile: RotateTile | None = None,
+    tile: RotateTile = RotateTile(),  # noqa: B008
     interpret: bool = False,
 ) -> tuple[Float[Array, "t d_in"], ...]:
     """As the reference."""
-    tile = tile or tuned(RotateTile, rows=x[0].shape[0], block=rotation[0].values.shape[-1])
     return _rotate("block_rotate", x, rotation, tiles, slot, tile, interpret)
 
 

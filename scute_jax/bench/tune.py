@@ -29,7 +29,7 @@ from scute_jax.bench.work import (
     update_work,
 )
 from scute_jax.kernels import tuning
-from scute_jax.kernels.block_rotate.pallas_triton import RotateTile
+from scute_jax.kernels.block_rotate.tile import RotateTile
 from scute_jax.kernels.segmented_expand.tile import ExpandTile
 from scute_jax.kernels.segmented_shrink.pallas_triton import ShrinkTile
 from scute_jax.kernels.shared_factors.pallas_triton import SharedTile

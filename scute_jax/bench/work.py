@@ -22,7 +22,7 @@ from scute_jax.kernels import (
     shared_factors,
     sparse_update,
 )
-from scute_jax.kernels.block_rotate.pallas_triton import block_rotate as rotate_twin
+from scute_jax.kernels.block_rotate.pallas import block_rotate as rotate_twin
 from scute_jax.kernels.segmented_expand.pallas import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors as shared_twin

@@ -13,7 +13,7 @@ from scute_jax.bench.layer import TINY, Load
 from scute_jax.bench.tune import ADAPTERS, Found, Task, changes, descend, neighbours, write
 from scute_jax.bench.work import QUICK, Op, Work, rotate_work
 from scute_jax.kernels import tuning
-from scute_jax.kernels.block_rotate.pallas_triton import RotateTile
+from scute_jax.kernels.block_rotate.tile import RotateTile
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from scute_jax.bench.tune import Found
 from scute_jax.bench.work import QUICK
 from scute_jax.cli import bench, main
 from scute_jax.kernels import tuning
-from scute_jax.kernels.block_rotate.pallas_triton import RotateTile
+from scute_jax.kernels.block_rotate.tile import RotateTile
 
 no_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from scute_jax.kernels import mosaic
 from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
-from scute_jax.kernels.segmented_expand import pallas, pallas_mosaic, reference
+from scute_jax.kernels.segmented_expand import pallas, reference
 from scute_jax.kernels.segmented_expand.tile import ExpandTile
 from scute_jax.kernels.tiles import make_tiles
 
@@ -69,9 +70,7 @@ def arrays(case, dtype, h_dtype, riding=True, size=64, base=7):
     return (h, tuple(map(low, pools)), pools, scale, shift, tiles), slot < 0
 
 
-@pytest.mark.skipif(
-    pallas_mosaic.INTERPRETER is None, reason="this jax cannot interpret Mosaic GPU"
-)
+@pytest.mark.skipif(mosaic.INTERPRETER is None, reason="this jax cannot interpret Mosaic GPU")
 @combinations
 def test_against_the_definition(case, dtype, h_dtype):
     (h, *parts, tiles), of_base = arrays(case, dtype, h_dtype)
