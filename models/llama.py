@@ -82,9 +82,11 @@ def forward(
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
         h = norm(x, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
-        qkv = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, out_dtype=jnp.float32)
-        # Side by side, as XLA computes them: it need not take them apart.
-        qkv = jnp.reshape(jnp.concatenate(qkv, axis=1), (x.shape[0], -1, config.head_dim))
+        names = "q_proj", "k_proj", "v_proj"
+        qkv = site("self_attn", names, h, out_dtype=jnp.float32)
+        if not site.adapted("self_attn", names):
+            qkv = (jnp.concatenate(qkv, axis=1),)  # XLA has them side by side: it leaves them so
+        qkv = tuple(jnp.reshape(y, (1, x.shape[0], -1, config.head_dim)) for y in qkv)
         q, k_pages[i], v_pages[i] = paged_rope(
             qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation
         )
@@ -147,6 +149,11 @@ class _Sites:
                 self.observe(f"{self.prefix}.{module}.{name}", x)
         params = tuple(self._params(module, name) for name in names)
         return apply_fused(params, x, self.segments, out_dtype=out_dtype, implementation=self.how)
+
+    def adapted(self, module: str, names: tuple[str, ...]) -> bool:
+        """Whether an adapter can do anything at one of these projections."""
+        sites = (f"{self.prefix}.{module}.{name}" for name in names)
+        return any(jax.tree.leaves(_of(self.slots, site)) for site in sites)
 
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)

@@ -7,7 +7,7 @@ from scute_jax.kernels.paged_rope import pallas_triton, reference
 
 
 def paged_rope(
-    qkv: Float[Array, "t h dh"],
+    qkv: tuple[Float[Array, "parts t h dh"], ...],
     k_pages: Float[Array, "p hkv page dh"],
     v_pages: Float[Array, "p hkv page dh"],
     cos: Float[Array, "t half"],

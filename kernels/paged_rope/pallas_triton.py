@@ -4,7 +4,9 @@ A program takes one row and one key head: it turns the query heads that read it,
 the key, and writes the value. A row that is not there writes nothing.
 """
 
-from functools import partial
+from bisect import bisect_right
+from functools import partial, reduce
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.triton import pallas_call, power_of_two
 
-NUM_WARPS, NUM_STAGES = 1, 1  # a program moves a kilobyte or two
+NUM_WARPS, NUM_STAGES = 2, 1  # a program moves a kilobyte or two
 
 
 @partial(jax.jit, static_argnames="interpret")
 def paged_rope(
-    qkv: Float[Array, "t h dh"],
+    qkv: tuple[Float[Array, "parts t h dh"], ...],
     k_pages: Float[Array, "p hkv page dh"],
     v_pages: Float[Array, "p hkv page dh"],
     cos: Float[Array, "t half"],
@@ -30,29 +32,31 @@ def paged_rope(
     interpret: bool = False,
 ) -> tuple[Float[Array, "t hq dh"], Float[Array, "p hkv page dh"], Float[Array, "p hkv page dh"]]:
     """As the reference."""
-    (t, heads, dh), hkv, pages = qkv.shape, k_pages.shape[1], (k_pages, v_pages)
+    (_, t, _, dh), hkv, pages = qkv[0].shape, k_pages.shape[1], (k_pages, v_pages)
+    heads = [part.shape[2] for part in qkv]
+    given = len(qkv) + 5  # arguments before the pages
     turned, k_pages, v_pages = pallas_call(
-        partial(_kernel, t // table.shape[0]),
+        partial(_kernel, t // table.shape[0], tuple(accumulate(heads, initial=0))),
         name="paged_rope",
         grid=(t, hkv),
         out_shape=[
-            jax.ShapeDtypeStruct((t, heads - 2 * hkv, dh), k_pages.dtype),
+            jax.ShapeDtypeStruct((t, sum(heads) - 2 * hkv, dh), k_pages.dtype),
             *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in pages),
         ],
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         interpret=interpret,
-        aliases={6: 1, 7: 2},
-    )(qkv, cos, sin, table, start, rows, *pages)
+        aliases={given: 1, given + 1: 2},
+    )(*qkv, cos, sin, table, start, rows, *pages)
     return turned, k_pages, v_pages
 
 
-def _kernel(
-    size, qkv_ref, cos_ref, sin_ref, table_ref, start_ref, rows_ref, _k_pages, _v_pages, turned_ref,
-    k_pages_ref, v_pages_ref,
-):  # fmt: skip
-    """qkv [t, h, dh]; cos, sin [t, dh / 2]; table [n, w]; start, rows [n]; pages [p, hkv, page, dh]
-    twice; the turned q [t, hq, dh]; the new pages."""
+def _kernel(size, firsts, *refs):
+    """Arrays of heads [parts, t, h, dh], of which array i has those from firsts[i] on; cos, sin
+    [t, dh / 2]; table [n, w]; start, rows [n]; pages [p, hkv, page, dh] twice; the turned q
+    [t, hq, dh]; the new pages."""
+    *heads_refs, cos_ref, sin_ref, table_ref, start_ref, rows_ref = refs[:-5]
+    turned_ref, k_pages_ref, v_pages_ref = refs[-3:]
     row, kv_head = pl.program_id(0), pl.program_id(1)
     block, token = row // size, row % size
     (_, hq, dh), (_, hkv, page_size, _) = turned_ref.shape, k_pages_ref.shape
@@ -60,20 +64,32 @@ def _kernel(
     c = jnp.arange(power_of_two(half))
     inside = c < half
 
-    def halves(head):
-        parts = qkv_ref.at[row, head, c], qkv_ref.at[row, head, half + c]
-        return [plgpu.load(part, mask=inside, other=0.0).astype(jnp.float32) for part in parts]
+    def halves(first, head):
+        """Both halves of a head among those from `first` on."""
+        array = bisect_right(firsts, first) - 1
+        ref, head = heads_refs[array], first - firsts[array] + head
+
+        def half_of(begin):
+            at = [ref.at[part, row, head, begin + c] for part in range(ref.shape[0])]
+            return [plgpu.load(each, mask=inside, other=0.0).astype(jnp.float32) for each in at]
+
+        return half_of(0), half_of(half)
 
     # All loads come first: none waits for another one, or for a store.
     cos, sin = (plgpu.load(ref.at[row, c], mask=inside, other=0.0) for ref in (cos_ref, sin_ref))
     queries = [kv_head * group + g for g in range(group)]
-    *qs, k, v = [halves(head) for head in (*queries, hq + kv_head, hq + hkv + kv_head)]
+    qs = [halves(0, head) for head in queries]
+    k, v = halves(hq, kv_head), halves(hq + hkv, kv_head)
     position = start_ref[block] + token
     column = jnp.minimum(position // page_size, table_ref.shape[1] - 1)
     place = table_ref[block, column], kv_head, position % page_size
     mask = inside & (token < rows_ref[block])
 
-    def turned(first, second):
+    def summed(parts):
+        return [reduce(jnp.add, part) for part in parts]
+
+    def turned(parts):
+        first, second = parts
         return first * cos - second * sin, second * cos + first * sin
 
     def write(ref, at, parts):
@@ -81,6 +97,6 @@ def _kernel(
             plgpu.store(ref.at[*at, begin + c], part.astype(ref.dtype), mask=mask)
 
     for head, q in zip(queries, qs, strict=True):
-        write(turned_ref, (row, head), turned(*q))
-    write(k_pages_ref, place, turned(*k))
-    write(v_pages_ref, place, v)
+        write(turned_ref, (row, head), turned(summed(q)))
+    write(k_pages_ref, place, turned(summed(k)))
+    write(v_pages_ref, place, summed(v))

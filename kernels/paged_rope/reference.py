@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 
 def paged_rope(
-    qkv: Float[Array, "t h dh"],
+    qkv: tuple[Float[Array, "parts t h dh"], ...],
     k_pages: Float[Array, "p hkv page dh"],
     v_pages: Float[Array, "p hkv page dh"],
     cos: Float[Array, "t half"],
@@ -17,17 +17,20 @@ def paged_rope(
     start: Int[Array, "n"],
     rows: Int[Array, "n"],
 ) -> tuple[Float[Array, "t hq dh"], Float[Array, "p hkv page dh"], Float[Array, "p hkv page dh"]]:
-    """(q turned, k_pages with k turned, v_pages with v) of the heads of q, then of k, then of v.
+    """(q turned, k_pages with k turned, v_pages with v).
 
-    Row i * size + j is token j of block i (t = n * size), at position start[i] + j of a sequence
-    whose position m lies in page table[i, m // page], place m % page. cos and sin are those of the
-    angles of each row's position. Tokens past rows[i] are not there: they write nothing.
-    Dtypes: turns in float32; returns q, and writes, in the dtype of the pages.
+    `qkv` has the heads of q, then of k, then of v: in one array, or in one for each. What is meant
+    is the sum of the parts of an array. Row i * size + j is token j of block i (t = n * size), at
+    position start[i] + j of a sequence whose position m lies in page table[i, m // page], place
+    m % page. cos and sin are those of the angles of each row's position. Tokens past rows[i] are
+    not there: they write nothing.
+    Dtypes: sums and turns in float32; returns q, and writes, in the dtype of the pages.
     Undefined: the queries of tokens that are not there.
     """
     hkv, dtype = k_pages.shape[1], k_pages.dtype
-    q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * hkv, qkv.shape[1] - hkv), axis=1)
-    place = _places(qkv.shape[0] // table.shape[0], table, start, rows, *k_pages.shape[::2][:2])
+    heads = jnp.concatenate([jnp.sum(p.astype(jnp.float32), axis=0) for p in qkv], axis=1)
+    q, k, v = jnp.split(heads, (heads.shape[1] - 2 * hkv, heads.shape[1] - hkv), axis=1)
+    place = _places(heads.shape[0] // table.shape[0], table, start, rows, *k_pages.shape[::2][:2])
     q, k = (_turned(part, cos[:, None, :], sin[:, None, :]).astype(dtype) for part in (q, k))
     return q, _written(k_pages, k, *place), _written(v_pages, v, *place)
 
@@ -35,7 +38,7 @@ def paged_rope(
 def _turned(
     x: Float[Array, "t h dh"], cos: Float[Array, "t 1 half"], sin: Float[Array, "t 1 half"]
 ) -> Float[Array, "t h dh"]:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
 

@@ -4,6 +4,8 @@ No GPU is needed. Interpreted kernels, as a CPU runs them, accept products of mi
 blocks of any side; compiled ones do not, and this is where that shows.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -125,7 +127,9 @@ def test_attention(dtype, size):
 @pytest.mark.parametrize("x_dtype", ["float32", "as the pages"])
 @pytest.mark.parametrize("size", [1, 32])
 def test_rope_with_pages(dtype, x_dtype, size):
-    qkv = zeros("float32" if x_dtype == "float32" else dtype, 3 * size, 10, 64)
+    heads = partial(zeros, "float32" if x_dtype == "float32" else dtype)
+    split = heads(5, 3 * size, 6, 64), heads(1, 3 * size, 2, 64), heads(1, 3 * size, 2, 64)
     wave, pages = zeros("float32", 3 * size, 32), zeros(dtype, 8, 2, 16, 64)
     table, numbers = zeros("int32", 3, 4), zeros("int32", 3)
-    lowers(paged_rope, qkv, pages, pages, wave, wave, table, numbers, numbers)
+    for qkv in ((heads(1, 3 * size, 10, 64),), split):
+        lowers(paged_rope, qkv, pages, pages, wave, wave, table, numbers, numbers)
