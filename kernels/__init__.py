@@ -16,6 +16,7 @@ from scute_jax.kernels.pools import (
     Vectors,
     at_tiles,
 )
+from scute_jax.kernels.residual_norm import residual_norm
 from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
 from scute_jax.kernels.sparse_update import sparse_update
@@ -41,6 +42,7 @@ __all__ = [
     "paged_rope",
     "replace_columns",
     "replace_rows",
+    "residual_norm",
     "scale_input",
     "segmented_update",
     "shared_factors",

@@ -17,7 +17,7 @@ from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
-from scute_jax.kernels import Implementation, paged_attention, paged_rope
+from scute_jax.kernels import Implementation, paged_attention, paged_rope, residual_norm
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
@@ -70,17 +70,22 @@ def forward(
     token = jnp.reshape(batch.tokens, (-1,))
     x = apply_embedding(params.embed_tokens, _of(slots, EMBEDDING), token, segments)
 
-    def norm(x: Array, weight: Array, site: str) -> Array:
-        x = normalised(x, config.rms_norm_eps)
-        own, how = _of(slots, site), implementation
-        return apply_norm(x, weight, own, segments, implementation=how).astype(dtype)
+    def norm(x: Array, added: Array | None, weight: Array, site: str) -> tuple[Array, Array]:
+        """The residual stream with the parts that a layer adds, and its norm."""
+        own, how, eps = _of(slots, site), implementation, config.rms_norm_eps
+        if added is not None and not jax.tree.leaves(own):
+            return residual_norm(x, added, weight, eps, dtype, implementation=how)
+        x = x if added is None else x + jnp.sum(added, axis=0)
+        h = apply_norm(normalised(x, eps), weight, own, segments, implementation=how)
+        return x, h.astype(dtype)
 
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
+    added = None
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
-        h = norm(x, layer.input_layernorm, f"layers.{i}.input_layernorm")
+        x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
         names = "q_proj", "k_proj", "v_proj"
         qkv = site("self_attn", names, h, out_dtype=jnp.float32)
@@ -95,13 +100,13 @@ def forward(
         attended = paged_attention(q, *pages, *where, implementation=implementation)
         attended = jnp.reshape(attended, (x.shape[0], -1))
         (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
-        x = x + o
-        h = norm(x, layer.post_attention_layernorm, f"layers.{i}.post_attention_layernorm")
+        name = f"layers.{i}.post_attention_layernorm"
+        x, h = norm(x, o[None], layer.post_attention_layernorm, name)
         gate, up = site("mlp", ("gate_proj", "up_proj"), h, out_dtype=jnp.float32)
         gated = _gated(gate, up).astype(dtype)
         (down,) = site("mlp", ("down_proj",), gated, out_dtype=jnp.float32)
-        x = x + down
-    hidden = norm(x, params.norm, "norm")
+        added = down[None]
+    _, hidden = norm(x, added, params.norm, "norm")
     return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
 
 

@@ -15,6 +15,7 @@ from scute_jax.kernels.block_rotate import pallas_triton as rotate
 from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
 from scute_jax.kernels.paged_rope.pallas_triton import paged_rope
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Vectors, at_tiles
+from scute_jax.kernels.residual_norm.pallas_triton import residual_norm
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
@@ -133,3 +134,10 @@ def test_rope_with_pages(dtype, x_dtype, size):
     table, numbers = zeros("int32", 3, 4), zeros("int32", 3)
     for qkv in ((heads(1, 3 * size, 10, 64),), split):
         lowers(paged_rope, qkv, pages, pages, wave, wave, table, numbers, numbers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_the_residual_stream(dtype, parts):
+    x, added, weight = zeros("float32", T, D), zeros("float32", parts, T, D), zeros(dtype, D)
+    lowers(partial(residual_norm, eps=1e-5, dtype=dtype), x, added, weight)

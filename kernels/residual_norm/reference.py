@@ -1,0 +1,23 @@
+"""The definition of the residual stream's next value and its norm."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def residual_norm(
+    x: Float[Array, "t d"],
+    added: Float[Array, "parts t d"],
+    weight: Float[Array, "d"],
+    *,
+    eps: float,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "t d"], Float[Array, "t d"]]:
+    """(y, y / sqrt(mean(y^2) + eps) * weight) of y = x + sum of the parts.
+
+    Source: RMSNorm (arXiv:1910.07467) eq. 4. Dtypes: float32 throughout; the norm is rounded to
+    `dtype`.
+    """
+    y = x.astype(jnp.float32) + jnp.sum(added.astype(jnp.float32), axis=0)
+    normalised = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y, (normalised * weight.astype(jnp.float32)[None, :]).astype(dtype)
