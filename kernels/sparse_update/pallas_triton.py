@@ -2,8 +2,9 @@
 
 A program takes one tile of rows and one block of output columns. Neighbouring lanes read
 neighbouring entries of one column, `width` at a time, so that what memory delivers is used; each
-lane sums what it meets in float32, and the lanes of a column are added up at the end. Entries are
-read once for `rows` rows. A tile whose adapter has no matrix is left alone.
+lane sums what it meets in float32, and the lanes of a column are added up at the end. The rows of a
+tile lie side by side in groups (x transposed, by XLA): an entry is read once for a group, and so is
+what it meets of x. A tile whose adapter has no matrix is left alone.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from scute_jax.kernels.gather import gather_rows
 from scute_jax.kernels.pools import SparseEntries
 from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import pallas_call, power_of_two
@@ -23,7 +25,7 @@ from scute_jax.kernels.tuning import tuned
 
 @dataclass(frozen=True)
 class SparseTile:
-    """columns: of h in one program; width: entries of a column in one step; rows: at a time."""
+    """columns: of h in one program; width: entries of a column in one step; rows: of a group."""
 
     columns: int = 32
     width: int = 32
@@ -43,60 +45,69 @@ def sparse_update(
 ) -> Float[Array, "t d_out"]:
     """As the reference."""
     tile = tile or tuned(SparseTile, rows=h.shape[0])
-    pool = (sparse.starts, sparse.rows, sparse.values, sparse.row)
     columns = min(tile.columns, power_of_two(h.shape[1]))
+    # Looked up here: in the kernel each program would wait for memory once more.
+    entry = jnp.where(tiles.rows > 0, sparse.row[tiles.slot], -1)
+    x = _grouped(x, tiles, tile.rows)
     (out,) = pallas_call(
-        partial(_kernel, columns, tile.width, min(tile.rows, tiles.size)),
+        partial(_kernel, columns, tile.width, tiles.size == 1),
         name="sparse_update",
-        grid=(tiles.slot.shape[0], pl.cdiv(h.shape[1], columns)),
+        # Programs side by side meet the same rows of x, which stay near them.
+        grid=(pl.cdiv(h.shape[1], columns), tiles.slot.shape[0]),
         out_shape=[jax.ShapeDtypeStruct(h.shape, h.dtype)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
         aliases={3: 0},
-    )(tiles.slot, tiles.start, tiles.rows, h, x, *pool)
+    )(entry, tiles.start, tiles.rows, h, x, sparse.starts, sparse.rows, sparse.values)
     return out
 
 
-def _kernel(
-    columns, width, group, slot_ref, start_ref, count_ref, h_ref, x_ref, starts_ref, rows_ref,
-    values_ref, row_ref, out_ref,
-):  # fmt: skip
-    """slot, start, rows [n]; h [t, d_out]; x [t, d_in]; starts [k, d_out + 1]; rows, values [k, z];
-    row [K]; the new h."""
-    i, block = pl.program_id(0), pl.program_id(1)
-    first, held = start_ref[i], count_ref[i]
-    entry = row_ref[slot_ref[i]]
+def _grouped(x: Float[Array, "t d_in"], tiles: Tiles, most: int) -> Float[Array, "n g d_in rows"]:
+    """The rows of each tile in groups of a power of two, at most `most`; others fill them up."""
+    if tiles.size == 1:  # as they are, in the order of x
+        return jnp.reshape(x, (-1, 1, x.shape[1], 1))
+    group = min(most, power_of_two(tiles.size))
+    place = jnp.arange(group * pl.cdiv(tiles.size, group), dtype=jnp.int32)
+    rows = gather_rows(x, tiles.start[:, None] + place[None, :])
+    rows = jnp.reshape(rows, (rows.shape[0], -1, group, x.shape[1]))
+    return jnp.swapaxes(rows, 2, 3)
 
-    @pl.when((held > 0) & (entry >= 0))
+
+def _kernel(
+    columns, width, by_row, entry_ref, start_ref, count_ref, h_ref, x_ref, starts_ref, rows_ref,
+    values_ref, out_ref,
+):  # fmt: skip
+    """entry, start, rows [n]; h [t, d_out]; x [n or, by row, t; groups, d_in, rows]; starts
+    [k, d_out + 1]; rows, values [k, z]; the new h."""
+    block, i = pl.program_id(0), pl.program_id(1)
+    entry, first, held = entry_ref[i], start_ref[i], count_ref[i]
+    tile = first if by_row else i
+
+    @pl.when(entry >= 0)
     def _work():
         c = block * columns + jnp.arange(columns)
         inside = c < h_ref.shape[1]
         begin = plgpu.load(starts_ref.at[entry, c], mask=inside, other=0)
         end = plgpu.load(starts_ref.at[entry, c + 1], mask=inside, other=0)
-        steps = pl.cdiv(jnp.max(end - begin), width)
+        steps, place = pl.cdiv(jnp.max(end - begin), width), jnp.arange(x_ref.shape[3])
 
         def add(g, _):
-            places = [g * group + k for k in range(group)]
+            own = g * place.shape[0] + place
+            at, here = (first + own)[None, :], inside[:, None] & (own < held)[None, :]
+            y = plgpu.load(h_ref.at[at, c[:, None]], mask=here, other=0.0).astype(jnp.float32)
 
             def walk(step, sums):
                 z = (begin + step * width)[:, None] + jnp.arange(width)[None, :]
                 own = z < end[:, None]
                 r = plgpu.load(rows_ref.at[entry, z], mask=own, other=0)
                 v = plgpu.load(values_ref.at[entry, z], mask=own, other=0.0).astype(jnp.float32)
+                at = x_ref.at[tile, g, r[:, :, None], place[None, None, :]]
+                x = plgpu.load(at, mask=own[:, :, None], other=0.0).astype(jnp.float32)
+                return sums + x * v[:, :, None]
 
-                def product(place):
-                    x = plgpu.load(x_ref.at[first + place, r], mask=own & (place < held), other=0.0)
-                    return x.astype(jnp.float32) * v
+            zeros = jnp.zeros((columns, width, place.shape[0]), jnp.float32)
+            total = jnp.sum(jax.lax.fori_loop(0, steps, walk, zeros), axis=1)
+            plgpu.store(out_ref.at[at, c[:, None]], (y + total).astype(out_ref.dtype), mask=here)
 
-                return tuple(s + product(p) for s, p in zip(sums, places, strict=True))
-
-            zeros = (jnp.zeros((columns, width), jnp.float32),) * group
-            sums = jax.lax.fori_loop(0, steps, walk, zeros)
-            for place, total in zip(places, sums, strict=True):
-                here = inside & (place < held)
-                y = plgpu.load(h_ref.at[first + place, c], mask=here, other=0.0)
-                y = y.astype(jnp.float32) + jnp.sum(total, axis=1)
-                plgpu.store(out_ref.at[first + place, c], y.astype(out_ref.dtype), mask=here)
-
-        jax.lax.fori_loop(0, pl.cdiv(held, group), add, None)
+        jax.lax.fori_loop(0, pl.cdiv(held, place.shape[0]), add, None)

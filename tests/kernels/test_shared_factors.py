@@ -155,6 +155,6 @@ def test_what_is_no_number_stays_with_its_pair_and_entry(terms, tile):
     )
     h, x, slot = batch(rng, 6, 45, 40, 50, "float32")
     (y,) = twin((h,), x, (pool,), slot, tile=tile, interpret=True)
-    slot, finite = np.asarray(slot), np.isfinite(np.asarray(y)).all(axis=1)
+    slot, finite = np.asarray(slot), np.all(np.isfinite(np.asarray(y)), axis=1)
     sound = np.isin(slot, [k for k in others if 1 not in pair[k]]) | (slot < 0)
     assert finite[sound].all() and sound.sum() > 5 and not finite[slot == 3].any()

@@ -9,6 +9,8 @@ import pytest
 from scute_jax.kernels import sparse_update
 from scute_jax.kernels.pools import SparseEntries
 from scute_jax.kernels.sparse_update import reference
+from scute_jax.kernels.sparse_update.pallas_triton import SparseTile
+from scute_jax.kernels.sparse_update.pallas_triton import sparse_update as twin
 from scute_jax.kernels.tiles import make_tiles
 
 D_IN, D_OUT, ENTRIES = 12, 70, 230
@@ -17,9 +19,9 @@ ROW = np.array([1, -1, 0], np.int32)
 COUNTS = (ENTRIES, 150)  # entries that each matrix has; what is behind them is no number
 
 
-def case(dtype=np.float32):
+def case(dtype=np.float32, slots=SLOTS):
     rng = np.random.default_rng(0)
-    h, x = rng.normal(size=(len(SLOTS), D_OUT)), rng.normal(size=(len(SLOTS), D_IN))
+    h, x = rng.normal(size=(len(slots), D_OUT)), rng.normal(size=(len(slots), D_IN))
     rows = rng.integers(0, D_IN, (2, ENTRIES)).astype(np.int32)
     cols = np.sort(rng.choice([3, 4, 5, *range(20, D_OUT)], (2, ENTRIES)))
     cols[0, 20:80] = cols[0, 80]  # more at one column than a step takes, some at one place
@@ -33,18 +35,18 @@ def case(dtype=np.float32):
     return h, x, SparseEntries(starts, jnp.asarray(rows), values, jnp.asarray(ROW))
 
 
-def entries(sparse):
+def entries(sparse, slots=SLOTS):
     """Row of the batch, row of x, column and place in the pool of each product."""
-    for t, slot in enumerate(SLOTS):
+    for t, slot in enumerate(slots):
         k = ROW[slot] if slot >= 0 else -1
         for c in range(D_OUT if k >= 0 else 0):
             for z in range(sparse.starts[k, c], sparse.starts[k, c + 1]):
                 yield t, int(sparse.rows[k, z]), c, (k, z)
 
 
-def loop(h, x, sparse) -> np.ndarray:
+def loop(h, x, sparse, slots=SLOTS) -> np.ndarray:
     y, x, values = (np.array(a, np.float64) for a in (h, x, sparse.values))
-    for t, row, c, z in entries(sparse.replace(starts=np.asarray(sparse.starts))):
+    for t, row, c, z in entries(jax.tree.map(np.asarray, sparse), slots):
         y[t, c] += x[t, row] * values[z]
     return y
 
@@ -68,6 +70,24 @@ def test_it_is_the_loop_over_the_entries(size: int, how):
     np.testing.assert_allclose(y, loop(h, x, sparse), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(y[:2], h[:2])
     np.testing.assert_array_equal(y[5], h[5])
+
+
+@pytest.mark.parametrize(
+    "rows, size, spoilt", [(2, 5, (-1, 1)), (4, 32, (-1, 0)), (8, 16, (1, 2)), (16, 20, (-1, 0, 1))]
+)
+def test_tiles_of_several_groups_of_rows(rows: int, size: int, spoilt: tuple[int, ...]):
+    """Groups full and half full, beside rows whose x is no number."""
+    slots = np.array([-1] * 2 + [0] * 17 + [1] * 3 + [2] * 9)
+    h, x, sparse = case(slots=slots)
+    sound = ~np.isin(slots, spoilt)
+    expected = loop(h, x, sparse, slots)
+    x = jnp.where(jnp.asarray(sound)[:, None], x, jnp.nan)
+    tiles = make_tiles(jnp.asarray(slots, jnp.int32), 3, size)
+    tile = SparseTile(columns=16, width=8, rows=rows)
+    y = np.asarray(twin(h, x, sparse, tiles, tile=tile, interpret=True))
+    np.testing.assert_allclose(y[sound], expected[sound], rtol=1e-5, atol=1e-5)
+    without = np.isin(slots, (-1, 1))
+    np.testing.assert_array_equal(y[without], h[without])
 
 
 def test_half_precision_is_rounded_once(how):
