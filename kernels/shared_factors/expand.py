@@ -94,8 +94,11 @@ def _one_term(part, h_ref, out_ref, early):
     item = None if part.one_pair else part.rows(lookup.item, j)
     mine, steps = entry >= 0, pl.cdiv(most, part.block_q)
 
-    def read():
-        return part.columns(h_ref, part.at, mine), part.columns(part.shared.e, entry, mine)
+    def h():
+        return part.columns(h_ref, part.at, mine)
+
+    def e():
+        return part.columns(part.shared.e, entry, mine)
 
     def step(i, total):
         if item is None:
@@ -107,11 +110,13 @@ def _one_term(part, h_ref, out_ref, early):
 
     @pl.when(count > 0)
     def _work():
-        h, e = read() if early else (None, None)
+        riding = (h(), e()) if early else None
         total = jax.lax.fori_loop(0, count * steps, step, part.zero)
-        if h is None:
-            h, e = read()
-        part.store(out_ref, h + total * e, mine)
+        if riding is not None:
+            part.store(out_ref, riding[0] + total * riding[1], mine)
+        else:
+            total = total * e()
+            part.store(out_ref, h() + total, mine)
 
 
 def _terms(part, h_ref, out_ref):
@@ -148,7 +153,8 @@ def _terms(part, h_ref, out_ref):
         y, shares, (rank, page), (entry, e), coming = carry
         j, _, b = place(i)
         ahead = factor(i + 1), vectors(coming), entries(i + 2)
-        added, mine = y + part.product(j, b, rank, page) * e, entry >= 0
+        added = y + part.product(j, b, rank, page) * e
+        mine = (entry >= 0) & (b * part.block_q < rank)
         y, shares = jnp.where(mine[:, None], added, y), shares | mine
         # Triton pipelines no loop that hands on a value as it is: the least entry is -1.
         return y, shares, ahead[0], (jnp.maximum(coming, -1), ahead[1]), ahead[2]

@@ -51,8 +51,7 @@ class BlockPairs:
         if self.num_pairs == 1:
             self.count = jnp.minimum(jnp.max(self.pair) + 1, 1)
         else:
-            self.first = self._first_of_their_pair()
-            self.count = jnp.sum(self.first.astype(jnp.int32))
+            self.count, self.item = self._items()
 
     def each(self, work):
         """work(item, pair) for each pair that a row uses, smallest first."""
@@ -74,10 +73,7 @@ class BlockPairs:
         plgpu.store(lookup.entry.at[self.j, self.at], self.entry)
         plgpu.store(lookup.rank.at[self.j, self.at], rank)
         if self.num_pairs > 1:
-            before = self.first[None, :] & (self.pair[None, :] < self.pair[:, None])
-            item = jnp.sum(before.astype(jnp.int32), axis=1)
-            item = jnp.where(self.pair >= 0, item, -1)
-            plgpu.store(lookup.item.at[self.j, self.at], item)
+            plgpu.store(lookup.item.at[self.j, self.at], self.item)
         lookup.count[self.block, self.j] = self.count
         lookup.most[self.block, self.j] = jnp.max(rank)
 
@@ -96,8 +92,14 @@ class BlockPairs:
         """The smallest pair of these rows."""
         return jnp.min(jnp.where(among, self.pair, self.num_pairs))
 
-    def _first_of_their_pair(self):
-        place = jnp.arange(self.pair.shape[0])
-        before = place[None, :] < place[:, None]
-        again = before & (self.pair[None, :] == self.pair[:, None])
-        return (self.pair >= 0) & (jnp.sum(again.astype(jnp.int32), axis=1) == 0)
+    def _items(self):
+        """How many pairs there are, and which of them is that of each row."""
+
+        def step(carry):
+            p, k, item = carry
+            return self._least(self.pair > p), k + 1, jnp.where(self.pair == p, k, item)
+
+        none, first = jnp.full_like(self.pair, -1), self._least(self.pair >= 0)
+        start = first, jnp.int32(0), none
+        _, count, item = jax.lax.while_loop(lambda carry: carry[0] < self.num_pairs, step, start)
+        return count, item

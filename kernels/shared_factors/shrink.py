@@ -72,7 +72,7 @@ def _shrink(shared, j, b, part, spans, block_r, x_ref, low_ref, lookup, slot_ref
                 plgpu.store(low_ref.at[part, j, *here], total, mask=uses[:, None])
 
             return
-        # No fewer turns where the pair has no such ranks, but none: the expand reads the zeros.
+        # Where the pair has no such ranks, the expand reads zeros.
         total = jax.lax.cond(b * block_r < rank, lambda: spans.total(product, zero), lambda: zero)
         ranks = jnp.where(uses, rank, 0)
         low = _scaled(total, shared.d, rows.entry, ranks, q).astype(low_ref.dtype)
