@@ -23,7 +23,7 @@ from scute_jax.kernels.tiles import Tiles
 
 SIDES = (16, 32, 64, 128)  # of blocks of R
 MAX_COLUMNS = 256  # of a program
-COPIES = 8  # times the columns of a program: what a copying program looks after
+COPIED = 1024  # columns that a copying program looks after, one block after the other
 
 
 def supports(
@@ -55,7 +55,7 @@ def block_rotate(
     m, (t, d) = rotation[0].values.shape[-1], x[0].shape
     span = max(m, mosaic.piece_width(x[0].dtype))
     width = max(1, min(tile.columns, MAX_COLUMNS) // span) * span
-    n, blocks, copies = tiles.slot.shape[0], pl.cdiv(d, width), pl.cdiv(d, COPIES * width)
+    n, blocks, copies = tiles.slot.shape[0], pl.cdiv(d, width), pl.cdiv(d, COPIED)
     turning = n * len(x) * blocks
     body = partial(_kernel, turning=turning, blocks=blocks, copies=copies, width=width)
     outs = mosaic.kernel(
@@ -111,7 +111,7 @@ def _kernel(rows, xs, rotations, *outs, turning, blocks, copies, width, interpre
 
             @pl.when((here == s) & some)
             def _(x_ref=x_ref, out_ref=out_ref):
-                _copy_group(first, column * COPIES * width, width, nobody, x_ref, out_ref)
+                _copy_group(first, column * COPIED, width, nobody, x_ref, out_ref)
 
 
 def _turn_tile(at, width, entry, x_ref, R_ref, out_ref, interpret):
@@ -168,32 +168,31 @@ def _turn_pieces(x_s, R_s, row, interpret):
 
 
 def _copy_group(first, column, width, nobody, x_ref, out_ref):
-    """Copies the rows of nobody among 64 rows at `COPIES` times the columns of a program."""
+    """Copies the rows of nobody among 64 rows, at `COPIED` columns."""
 
     def scope(x_s, x_bar):
-        def block(j, _):
-            at = column + j * width
-
-            @pl.when(at < x_ref.shape[1])
-            def _():
+        def copy(start, count):
+            def block(j, _):
+                at = column + j * width
                 mosaic.fetch_rows(x_ref, first, at, x_s, x_bar)
                 _arrived(x_bar, len(x_s))
-
-                def row(r, run):
-                    """`run` rows in front of row r are nobody's."""
-                    run = jnp.where(nobody(r), run + 1, 0)
-
-                    @pl.when((r == ROWS - 1) | ~nobody(r + 1))
-                    def _():
-                        start = r + 1 - run
-                        mosaic.send_rows(x_s, out_ref, first + start, at, run, start)
-
-                    return run
-
-                lax.fori_loop(0, ROWS, row, 0)
+                mosaic.send_rows(x_s, out_ref, first + start, at, count, start)
                 mosaic.sent()
 
-        lax.fori_loop(0, COPIES, block, None)
+            here = jnp.minimum(COPIED, x_ref.shape[1] - column)
+            lax.fori_loop(0, lax.div(here + width - 1, width), block, None)
+
+        def row(r, run):
+            """`run` rows in front of row r are nobody's."""
+            run = jnp.where(nobody(r), run + 1, 0)
+
+            @pl.when((run > 0) & ((r == ROWS - 1) | ~nobody(r + 1)))
+            def _():
+                copy(r + 1 - run, run)
+
+            return run
+
+        lax.fori_loop(0, ROWS, row, 0)
 
     x_s = mosaic.pieces(x_ref.dtype, width)
     pl.run_scoped(scope, x_s, mosaic.barriers(len(x_s)))

@@ -115,44 +115,58 @@ def _expand_block(rows, c, h_ref, out_ref, lowrank, scale, shift, block):
     rank = 0 if adapter is None else adapter.rank
     inside = c < h_ref.shape[1]
 
-    def riding(y):
-        """h * s + b of one row, or of rows."""
-        y, wide = y.astype(jnp.float32), (None,) * (y.ndim - 1)
-        if scale is not None:
-            y = y + y * _vector(scale[0], scale_row, c, inside)[*wide]
-        if shift is not None:
-            y = y + _vector(shift[0], shift_row, c, inside)[*wide]
-        return y
+    def vectors():
+        """s and b at the columns, or None."""
+        s = None if scale is None else _vector(scale[0], scale_row, c, inside)
+        return s, None if shift is None else _vector(shift[0], shift_row, c, inside)
 
     @pl.when((rank > 0) | (scale_row >= 0) | (shift_row >= 0))
     def _work():
         (_one_row if rows.one else _many_rows)(
-            rows, c, inside, h_ref, out_ref, riding, adapter, *(lowrank or (None, None))[:2]
+            rows, c, inside, h_ref, out_ref, vectors, adapter, *(lowrank or (None, None))[:2]
         )
 
 
-def _many_rows(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
-    def add(own, y):
+def _riding(y, s, b):
+    """h * s + b of one row, or of rows, in float32."""
+    y, wide = y.astype(jnp.float32), (None,) * (y.ndim - 1)
+    if s is not None:
+        y = y + y * s.astype(jnp.float32)[*wide]
+    return y if b is None else y + b.astype(jnp.float32)[*wide]
+
+
+def _many_rows(rows, c, inside, h_ref, out_ref, vectors, adapter, low_ref, B_ref):
+    def operands(own):
+        B = own.load(B_ref, c, inside)
         mask = rows.held[:, None] & own.own[None, :]
         low = _sum_parts(low_ref, (rows.tile, rows.place[:, None], own.ranks[None, :]), mask)
-        B = own.load(B_ref, c, inside)
+        return low, B
+
+    def add(y, low, B):
         return y + plgpu.dot(low.astype(B.dtype), B, precision=precision(B.dtype))
 
+    # What Triton hands from thread to thread it waits for at once: h and the vectors are on their
+    # way together, then B and x A.
     at, here = rows.of(h_ref, c, inside)
-    y = riding(plgpu.load(at, mask=here, other=0.0))
-    if adapter is not None:
-        y = adapter.fold(add, y)
+    h = plgpu.load(at, mask=here, other=0.0)
+    riding = vectors()
+    one = operands(adapter.block(0)) if adapter is not None and adapter.one else None
+    y = _riding(h, *riding)
+    if one is not None:
+        y = add(y, *one)
+    elif adapter is not None:
+        y = adapter.fold(lambda own, y: add(y, *operands(own)), y)
     at, _ = rows.of(out_ref, c, inside)
     plgpu.store(at, y.astype(out_ref.dtype), mask=here)
 
 
-def _one_row(rows, c, inside, h_ref, out_ref, riding, adapter, low_ref, B_ref):
+def _one_row(rows, c, inside, h_ref, out_ref, vectors, adapter, low_ref, B_ref):
     def add(own, y):
         B = own.load(B_ref, c, inside)
         low = _sum_parts(low_ref, (rows.tile, 0, own.ranks), own.own).astype(B.dtype)
         return y + jnp.sum(low.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
 
-    y = riding(plgpu.load(h_ref.at[rows.start, c], mask=inside, other=0.0))
+    y = _riding(plgpu.load(h_ref.at[rows.start, c], mask=inside, other=0.0), *vectors())
     if adapter is not None:
         y = adapter.fold(add, y)
     plgpu.store(out_ref.at[rows.start, c], y.astype(out_ref.dtype), mask=inside)
@@ -162,7 +176,7 @@ def _vector(values_ref, row, c, inside):
     """Columns c of a vector, zero if there is none: a row past the table is never read."""
     at = jnp.maximum(row, 0)
     mask = inside & (row >= 0)
-    return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0).astype(jnp.float32)
+    return plgpu.load(values_ref.at[at, c], mask=mask, other=0.0)
 
 
 def _sum_parts(low_ref, at, mask):
