@@ -55,16 +55,18 @@ def forward(
     segments: Segments,
     cache: KVCache,
     *,
+    merged: bool = True,
     implementation: Implementation | None = None,
     observe: Callable[[str, Array], None] | None = None,
 ) -> tuple[Float[Array, "t d"], KVCache]:
     """The final hidden states (after the last norm) of every row, and the cache with their keys.
 
-    `segments` says which adapter each row uses (t = n * size rows). `observe` is called with each
-    projection of a layer and the rows that it reads, traced ones under jit. Dtypes: activations
-    have the dtype of the embedding, except the residual stream between the layers, which is
-    float32 (half precision would round it twice a layer); norms, rope, softmax and all sums are
-    float32.
+    `segments` says which adapter each row uses (t = n * size rows). `merged` says that XLA takes q,
+    k and v of base rows as one product, as it does unless it is told not to. `observe` is called
+    with each projection of a layer and the rows that it reads, traced ones under jit. Dtypes:
+    activations have the dtype of the embedding, except the residual stream between the layers,
+    which is float32 (half precision would round it twice a layer); norms, rope, softmax and all
+    sums are float32.
     """
     dtype = params.embed_tokens.dtype
     token = jnp.reshape(batch.tokens, (-1,))
@@ -89,8 +91,8 @@ def forward(
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
         names = "q_proj", "k_proj", "v_proj"
         qkv = site("self_attn", names, h, out_dtype=jnp.float32)
-        if not site.adapted("self_attn", names):
-            qkv = (jnp.concatenate(qkv, axis=1),)  # XLA has them side by side: it leaves them so
+        if merged and not site.adapted("self_attn", names):
+            qkv = (jnp.concatenate(qkv, axis=1),)  # so XLA need not take them apart
         qkv = tuple(jnp.reshape(y, (1, x.shape[0], -1, config.head_dim)) for y in qkv)
         q, k_pages[i], v_pages[i] = paged_rope(
             qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation

@@ -80,8 +80,8 @@ class EngineOptions:
         """How XLA compiles a decode step of so many rows, where that is not its default.
 
         XLA times its Triton products on weights that are in the cache, where those of a model never
-        are, and takes them where cuBLAS is faster. Without them, the weights of q, k and v must not
-        be merged: a Triton product reads them where they are, cuBLAS would need a copy.
+        are, and takes them where cuBLAS is faster. Without them, the products of q, k and v must
+        not be merged: a Triton product reads their weights where they are, cuBLAS needs a copy.
         """
         triton = rows <= TRITON_ROWS if self.triton_gemm is None else self.triton_gemm
         if triton or jax.default_backend() != "gpu":

@@ -45,7 +45,7 @@ def decode_program(options: EngineOptions, rows: int) -> jax.stages.Wrapped:
 @cache
 def _decode_compiled_with(compiler_options: tuple[tuple[str, bool | int], ...]):
     return jax.jit(
-        decode,
+        partial(decode, merged=not compiler_options),
         static_argnames=(*_STATIC, "steps"),
         donate_argnames=_DONATED,
         compiler_options=dict(compiler_options),
