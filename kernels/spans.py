@@ -29,8 +29,8 @@ class Spans:
         k = (part * self.each + j) * self.block_k + jnp.arange(self.block_k)
         return k, k < self.d_in
 
-    def total(self, product, zero: Any) -> Any:
-        """The sum over a part; `product(j, sum)` adds one."""
-        if self.each == 1:
+    def total(self, product, zero: Any, first: Any = 0, last: Any = None) -> Any:
+        """The sum over a part, or its products first .. last - 1; `product(j, sum)` adds one."""
+        if self.each == 1 and last is None:
             return product(0, zero)
-        return jax.lax.fori_loop(0, self.each, product, zero)
+        return jax.lax.fori_loop(first, self.each if last is None else last, product, zero)

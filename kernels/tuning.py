@@ -18,7 +18,7 @@ import jax
 
 PACKAGED = Path(__file__).with_name("tuning.json")
 VARIABLE = "SCUTE_TUNING"
-EDGES = (16, 64, 256, 1024, 4096)
+EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 
 Tile = TypeVar("Tile")
 Entry = dict[str, int]

@@ -12,10 +12,13 @@ from scute_jax.kernels import (
     block_rotate,
     kronecker_update,
     replace_columns,
+    runs_pallas,
     scale_input,
+    segmented_linear,
     segmented_update,
     shared_factors,
     sparse_update,
+    suits,
 )
 from scute_jax.kernels.precision import precision
 from scute_jax.normal_form import NormalForm
@@ -78,40 +81,57 @@ def apply_fused(
     seg: Segments,
     *,
     out_dtype: jnp.dtype | None = None,
+    parts: bool = False,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "t d_out"], ...]:
+) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
 
     `out_dtype` is the dtype of the result where it should not be that of x (logits). A site with
     token rows gets further columns, as many as its pool has rows for one adapter: the logits of
-    tokens past the base's vocabulary, -inf for adapters that do not have them.
+    tokens past the base's vocabulary, -inf for adapters that do not have them. With `parts`, the
+    results have a first axis over which the caller has to add them up.
     """
     _check(params, x, seg)
     x = seg.sort(x)
     slots, how = [site.slots for site in params], implementation
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    h = segmented_update(
-        _turned_bases(params, x, seg, dtype, how),
-        x,
-        tuple(s.factors for s in slots),
-        tuple(s.scale for s in slots),
-        tuple(s.shift for s in slots),
-        seg.tiles,
-        implementation=how,
-    )
+    xs = _turned(params, x, seg, how)
+    riding = [tuple(getattr(s, part) for s in slots) for part in ("factors", "scale", "shift")]
+    if _rides(params, x, riding, how):
+        weights = tuple(site.W for site in params)
+        h = segmented_linear(xs, x, weights, *riding, seg.tiles, implementation=how)
+        if parts and seg.order is None and not any(_rest(s) for s in slots):
+            return tuple(h_i.astype(dtype) for h_i in h)
+        h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
+    else:
+        h = tuple(_base(site, x_i, dtype) for site, x_i in zip(params, xs, strict=True))
+        h = tuple(_turned_out(s, h_i, seg, how) for s, h_i in zip(slots, h, strict=True))
+        h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
     h = shared_factors(h, x, tuple(s.shared for s in slots), seg.slot, implementation=how)
     y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
-    return tuple(seg.unsort(y_i) for y_i in y)
+    y = tuple(seg.unsort(y_i) for y_i in y)
+    return tuple(y_i[None] for y_i in y) if parts else y
 
 
-def _turned_bases(
-    params: tuple[SiteParams, ...],
-    x: Array,
-    seg: Segments,
-    dtype: jnp.dtype,
-    how: Implementation | None,
-) -> tuple[Float[Array, "t d_out"], ...]:
-    """base(x P R) Q of each row's adapter: a stage of rotations changes a row in one pool only."""
+def _rest(slots: SiteSlots) -> bool:
+    """Whether something is added after factors, s and b."""
+    rest = (slots.shared, slots.sparse, slots.tokens, *slots.kronecker)
+    return any(part is not None for part in rest)
+
+
+def _rides(
+    params: tuple[SiteParams, ...], x: Array, riding: list[tuple], how: Implementation | None
+) -> bool:
+    """Whether factors, s and b ride on the base product, in one launch with it."""
+    between = any(site.bias is not None or site.slots.output_rotations for site in params)
+    some = any(part is not None for own in riding for part in own)
+    return runs_pallas(how) and some and not between and suits(x, tuple(p.W for p in params))
+
+
+def _turned(
+    params: tuple[SiteParams, ...], x: Array, seg: Segments, how: Implementation | None
+) -> tuple[Float[Array, "t d_in"], ...]:
+    """x P R of each row's adapter and site: a stage of rotations changes a row in one pool only."""
     pools = [{pool.kind: pool for pool in site.slots.rotations} for site in params]
     kinds = {kind for own in pools for kind in own}
     xs = (x,) * len(params)
@@ -119,15 +139,14 @@ def _turned_bases(
         own = tuple(of_site.get(kind) for of_site in pools)
         xs = block_rotate(xs, own, seg.tiles, seg.slot, implementation=how)
     scales = tuple(site.slots.input_scale for site in params)
-    xs = scale_input(xs, scales, seg.tiles, seg.slot, implementation=how)
-    return tuple(_turned_out(site, x, seg, dtype, how) for site, x in zip(params, xs, strict=True))
+    return scale_input(xs, scales, seg.tiles, seg.slot, implementation=how)
 
 
 def _turned_out(
-    site: SiteParams, x: Array, seg: Segments, dtype: jnp.dtype, how: Implementation | None
+    slots: SiteSlots, h: Array, seg: Segments, how: Implementation | None
 ) -> Float[Array, "t d_out"]:
-    h = _base(site, x, dtype)
-    for rotation in site.slots.output_rotations:
+    """h Q of each row's adapter."""
+    for rotation in slots.output_rotations:
         (h,) = block_rotate((h,), (rotation,), seg.tiles, seg.slot, implementation=how)
     return h
 

@@ -90,10 +90,10 @@ def _kernel(slices, size, spans, start_ref, rows_ref, x_ref, *refs):
             block=block,
         ):  # fmt: skip
             adapter = RankBlocks(table_ref, rank_ref, rows.tile, A_ref.shape[1], block)
-            _shrink_block(rows, adapter, which - first, spans, part, x_ref, A_ref, low_ref)
+            shrink_block(rows, adapter, which - first, spans, part, x_ref, A_ref, low_ref)
 
 
-def _shrink_block(rows, adapter, block, spans, part, x_ref, A_ref, low_ref):
+def shrink_block(rows, adapter, block, spans, part, x_ref, A_ref, low_ref):
     """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such."""
     own = adapter.block(block)
     products = _one_row if rows.one else _many_rows

@@ -52,7 +52,7 @@ def test_an_entry_holds_for_its_bucket_and_device_only(table):
 
 
 def test_the_last_bucket_is_open():
-    assert tuning.bucket(rows=4096, rank=5000) == "rows<=4096, rank>4096"
+    assert tuning.bucket(rows=4096, rank=0, columns=20000) == "rows<=4096, rank<=0, columns>16384"
 
 
 @pytest.mark.parametrize(

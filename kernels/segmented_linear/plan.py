@@ -1,0 +1,105 @@
+"""How `segmented_linear` shares its work out among programs; all of it known before they start."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import jax
+from jax.experimental import pallas as pl
+
+from scute_jax.kernels.pools import LowRank, most_ranks
+from scute_jax.kernels.rank_blocks import block_size
+from scute_jax.kernels.spans import Spans
+from scute_jax.kernels.tiles import Tiles
+from scute_jax.kernels.triton import MIN_SIDE, power_of_two
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """block_n: output columns of a program; block_k: columns of x in a product; block_r: ranks in a
+    product with B. d_in is split until there are `programs` or `most_parts`, or a part is one
+    product long.
+
+    shrink_k, shrink_r, shrink_programs: as block_k, block_r and programs of ShrinkTile.
+    """
+
+    block_n: int = 128
+    block_k: int = 64
+    block_r: int = 64
+    programs: int = 264
+    most_parts: int = 8
+    shrink_k: int = 256
+    shrink_r: int = 16
+    shrink_programs: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, one of n
+    tiles and one part of d_in each. The others multiply: a block of columns of one slice and one
+    part of d_in each. Slice s has the blocks from firsts[s] on, and firsts_low[s] of ranks.
+    """
+
+    tile: LinearTile
+    block_n: int
+    firsts: tuple[int, ...]
+    spans: Spans
+    firsts_low: tuple[int, ...]
+    spans_low: Spans
+    n: int
+    size: int
+    interpret: bool
+
+    @classmethod
+    def make(
+        cls,
+        tile: LinearTile,
+        d_in: int,
+        outs: Sequence[int],
+        factors: Sequence[LowRank | None],
+        tiles: Tiles,
+        interpret: bool,
+    ) -> "Plan":
+        n = tiles.slot.shape[0]
+        block_n = max(MIN_SIDE, min(tile.block_n, power_of_two(max(outs))))
+        firsts = tuple(accumulate((pl.cdiv(d, block_n) for d in outs), initial=0))
+        blocks = (
+            0 if f is None else pl.cdiv(most_ranks([f]), block_size(f, tile.shrink_r))
+            for f in factors
+        )
+        firsts_low = tuple(accumulate(blocks, initial=0))
+        wanted = min(tile.most_parts, tile.programs // firsts[-1])
+        wanted_low = tile.shrink_programs // max(1, n * firsts_low[-1])
+        spans, spans_low = (
+            Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
+            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, wanted_low))
+        )
+        return cls(tile, block_n, firsts, spans, firsts_low, spans_low, n, tiles.size, interpret)
+
+    @property
+    def shrinking(self) -> int:
+        return self.n * self.firsts_low[-1] * self.spans_low.parts
+
+    @property
+    def programs(self) -> int:
+        return self.shrinking + self.firsts[-1] * self.spans.parts
+
+    def results(
+        self, t: int, outs: Sequence[int], factors: Sequence[LowRank | None]
+    ) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
+        """The count of programs that shrank, x A of each slice, and the parts of the result."""
+        parts, low = self.spans.parts, (self.spans_low.parts, self.n)
+        rows = 1 if self.size == 1 else max(MIN_SIDE, power_of_two(self.size))
+        ranks = (f and self.ranks(s, f) for s, f in enumerate(factors))
+        return {
+            "counts": [jax.ShapeDtypeStruct((1,), "int32")],
+            "lows": [r and jax.ShapeDtypeStruct((*low, rows, r), "float32") for r in ranks],
+            "outs": [jax.ShapeDtypeStruct((parts, t, d), "float32") for d in outs],
+        }
+
+    def ranks(self, s: int, factors: LowRank) -> int:
+        """The ranks that slice s has room for."""
+        blocks = self.firsts_low[s + 1] - self.firsts_low[s]
+        return blocks * block_size(factors, self.tile.shrink_r)
