@@ -7,12 +7,11 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of one WGMMA, and of a tile
-SENT = (64, 16, 4, 1)  # rows of a copy from shared memory
+SENT = (64, *3 * (16,), *3 * (4,), *3 * (1,))  # rows of copies from shared memory, in their order
 SWIZZLE = 128  # bytes of a row of a piece: arrays of rows lie in shared memory in such pieces
 INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)  # of newer versions of jax
 HALF = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -93,17 +92,15 @@ def send_rows(pieces_s, ref, row, column, count, first=0) -> None:
     """
     at = 0
     for some in SENT:
-        number = lax.div(count - at, some)
 
-        def send(i, _, some=some, at=at):
-            rows = at + i * some
+        @pl.when(at + some <= count)
+        def _(at=at, some=some):
             for j, piece in enumerate(pieces_s):
                 width = piece.shape[1]
-                to = ref.at[pl.ds(row + rows, some), pl.ds(column + j * width, width)]
-                plgpu.copy_smem_to_gmem(piece.at[pl.ds(first + rows, some)], to)
+                to = ref.at[pl.ds(row + at, some), pl.ds(column + j * width, width)]
+                plgpu.copy_smem_to_gmem(piece.at[pl.ds(first + at, some)], to)
 
-        lax.fori_loop(0, number, send, None)
-        at += number * some
+        at = jnp.where(at + some <= count, at + some, at)
 
 
 def sent() -> None:

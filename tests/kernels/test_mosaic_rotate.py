@@ -64,9 +64,15 @@ def test_it_lowers(m, dtype):
 
 
 @pytest.mark.skipif(mosaic.INTERPRETER is None, reason="this jax cannot interpret Mosaic GPU")
-@pytest.mark.parametrize("layout", ["sorted", "blocks"])
 @pytest.mark.parametrize(
-    "m, dtype", [(16, "bfloat16"), (32, "float16"), (64, "bfloat16"), (128, "bfloat16")]
+    "layout, m, dtype",
+    [
+        ("sorted", 16, "bfloat16"),
+        ("sorted", 32, "bfloat16"),
+        ("blocks", 32, "float16"),
+        ("blocks", 64, "bfloat16"),
+        ("sorted", 128, "bfloat16"),
+    ],
 )
 def test_against_the_definition(layout, m, dtype):
     xs, rotation, tiles, slot = arrays(layout, m, dtype)
@@ -78,3 +84,20 @@ def test_against_the_definition(layout, m, dtype):
         np.testing.assert_array_equal(np.isnan(y), nan)
         bound = 2**-7 if dtype == "bfloat16" else 2**-10  # one step of the output
         assert (np.abs(y - expected)[~nan] <= bound * np.abs(expected[~nan]) + 2e-6).all()
+
+
+def test_triton_takes_what_mosaic_does_not():
+    def backends(xs, rotation, tiles, slot, **changes):
+        own = tuple(R.replace(**changes) for R in rotation)
+        text = lowered((xs, own, tiles, slot), RotateTile(mosaic=True))
+        return "triton" in text, "mosaic_gpu" in text
+
+    xs, rotation, tiles, slot = args = arrays("sorted", 32, "bfloat16")
+    values, order = rotation[0].values, jnp.arange(xs[0].shape[1], dtype=jnp.int32)
+    assert backends(*args) == (False, True)
+    assert backends(*args, values=values.astype(jnp.float32)) == (True, False)
+    assert backends(*args, values=jnp.zeros((4, 12, 8, 8), xs[0].dtype)) == (True, False)
+    assert backends(*args, order=order) == (True, False)
+    assert backends(*arrays("sorted", 32, "float32")) == (True, False)
+    assert backends(xs, rotation, make_tiles(slot, len(ROW), 16), slot) == (True, False)
+    assert "mosaic_gpu" not in lowered(args, RotateTile())
