@@ -17,7 +17,7 @@ from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
-from scute_jax.kernels import Implementation, paged_attention, paged_rope, residual_norm
+from scute_jax.kernels import Implementation, residual_norm, rope_attention
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
@@ -94,12 +94,9 @@ def forward(
         if merged and not site.adapted("self_attn", names):
             qkv = (jnp.concatenate(qkv, axis=1),)  # so XLA need not take them apart
         qkv = tuple(jnp.reshape(y, (1, x.shape[0], -1, config.head_dim)) for y in qkv)
-        q, k_pages[i], v_pages[i] = paged_rope(
+        attended, k_pages[i], v_pages[i] = rope_attention(
             qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation
         )
-        q = jnp.reshape(q, (*batch.tokens.shape, *q.shape[1:]))
-        pages = k_pages[i], v_pages[i]
-        attended = paged_attention(q, *pages, *where, implementation=implementation)
         attended = jnp.reshape(attended, (x.shape[0], -1))
         (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
         name = f"layers.{i}.post_attention_layernorm"

@@ -62,7 +62,7 @@ def paged_attention(
 def _kernel(group, heads, keys, q_ref, k_ref, v_ref, table_ref, start_ref, rows_ref, out_ref):
     """q [n, size, hq, dh]; k, v [p, hkv, page, dh]; table [n, w]; start, rows [n]; out as q."""
     i, first_head = pl.program_id(0), pl.program_id(1) * heads
-    size, dh, page = q_ref.shape[1], q_ref.shape[3], k_ref.shape[2]
+    size, dh = q_ref.shape[1], q_ref.shape[3]
     kv_head = first_head // group
     rows = rows_ref[i]
 
@@ -79,27 +79,38 @@ def _kernel(group, heads, keys, q_ref, k_ref, v_ref, table_ref, start_ref, rows_
         position = start_ref[i] + token
         end = start_ref[i] + rows
 
-        def walk(step, carry):
-            peak, weight, total = carry
-            key = step * keys + jnp.arange(keys)
-            there = key < end
-            place = plgpu.load(table_ref.at[i, key // page], mask=there, other=0)
-            of_key = (place[:, None], kv_head, (key % page)[:, None], c[None, :])
-            mask = there[:, None] & wide[None, :]
-            k = plgpu.load(k_ref.at[of_key], mask=mask, other=0.0)
-            score = plgpu.dot(q, k, trans_b=True, precision=precision(q.dtype))
-            score = score * (dh**-0.5 * LOG2_E)
-            score = jnp.where(key[None, :] <= position[:, None], score, -jnp.inf)
-            top = jnp.maximum(peak, jnp.max(score, axis=1))
-            shrink = jnp.exp2(peak - top)
-            share = jnp.exp2(score - top[:, None])
-            v = plgpu.load(v_ref.at[of_key], mask=mask, other=0.0)
-            added = plgpu.dot(share.astype(v.dtype), v, precision=precision(v.dtype))
-            return top, weight * shrink + jnp.sum(share, axis=1), total * shrink[:, None] + added
-
+        walk = add_keys(q, k_ref, v_ref, table_ref, i, kv_head, position, end, keys)
         zero = jnp.zeros(r.shape, jnp.float32)
         least = jnp.full(r.shape, -1e30, jnp.float32)
         first = (least, zero, jnp.zeros((r.shape[0], c.shape[0]), jnp.float32))
         _, weight, total = jax.lax.fori_loop(0, pl.cdiv(end, keys), walk, first)
         attended = total / jnp.where(held, weight, 1.0)[:, None]
         plgpu.store(out_ref.at[at], attended.astype(out_ref.dtype), mask=here)
+
+
+def add_keys(q, k_ref, v_ref, table_ref, i, kv_head, position, end, keys):
+    """One step of the walk: q [r, dh] looks at the next `keys` keys of block i that are before
+    `end` and not past `position`, one for each query or one for all."""
+    dh, page = k_ref.shape[3], k_ref.shape[2]
+    c = jnp.arange(q.shape[1])
+
+    def walk(step, carry):
+        peak, weight, total = carry
+        key = step * keys + jnp.arange(keys)
+        there = key < end
+        place = plgpu.load(table_ref.at[i, key // page], mask=there, other=0)
+        of_key = (place[:, None], kv_head, (key % page)[:, None], c[None, :])
+        mask = there[:, None] & (c < dh)[None, :]
+        k = plgpu.load(k_ref.at[of_key], mask=mask, other=0.0)
+        score = plgpu.dot(q, k, trans_b=True, precision=precision(q.dtype))
+        score = score * (dh**-0.5 * LOG2_E)
+        seen = key[None, :] <= (position[:, None] if position.ndim else position)
+        score = jnp.where(seen, score, -jnp.inf)
+        top = jnp.maximum(peak, jnp.max(score, axis=1))
+        shrink = jnp.exp2(peak - top)
+        share = jnp.exp2(score - top[:, None])
+        v = plgpu.load(v_ref.at[of_key], mask=mask, other=0.0)
+        added = plgpu.dot(share.astype(v.dtype), v, precision=precision(v.dtype))
+        return top, weight * shrink + jnp.sum(share, axis=1), total * shrink[:, None] + added
+
+    return walk

@@ -16,6 +16,7 @@ from scute_jax.kernels.paged_attention.pallas_triton import paged_attention
 from scute_jax.kernels.paged_rope.pallas_triton import paged_rope
 from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Vectors, at_tiles
 from scute_jax.kernels.residual_norm.pallas_triton import residual_norm
+from scute_jax.kernels.rope_attention.pallas_triton import rope_attention
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
@@ -127,13 +128,14 @@ def test_attention(dtype, size):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("x_dtype", ["float32", "as the pages"])
 @pytest.mark.parametrize("size", [1, 32])
-def test_rope_with_pages(dtype, x_dtype, size):
+@pytest.mark.parametrize("twin", [paged_rope, rope_attention])
+def test_rope_with_pages(dtype, x_dtype, size, twin):
     heads = partial(zeros, "float32" if x_dtype == "float32" else dtype)
     split = heads(5, 3 * size, 6, 64), heads(1, 3 * size, 2, 64), heads(1, 3 * size, 2, 64)
     wave, pages = zeros("float32", 3 * size, 32), zeros(dtype, 8, 2, 16, 64)
     table, numbers = zeros("int32", 3, 4), zeros("int32", 3)
     for qkv in ((heads(1, 3 * size, 10, 64),), split):
-        lowers(paged_rope, qkv, pages, pages, wave, wave, table, numbers, numbers)
+        lowers(twin, qkv, pages, pages, wave, wave, table, numbers, numbers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
