@@ -90,21 +90,20 @@ def forward(
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
         names = "q_proj", "k_proj", "v_proj"
-        qkv = site("self_attn", names, h, out_dtype=jnp.float32)
+        qkv = site("self_attn", names, h, parts=True)
         if merged and not site.adapted("self_attn", names):
-            qkv = (jnp.concatenate(qkv, axis=1),)  # so XLA need not take them apart
-        qkv = tuple(jnp.reshape(y, (1, x.shape[0], -1, config.head_dim)) for y in qkv)
+            qkv = (jnp.concatenate(qkv, axis=-1),)  # so XLA need not take them apart
+        qkv = tuple(jnp.reshape(y, (*y.shape[:2], -1, config.head_dim)) for y in qkv)
         attended, k_pages[i], v_pages[i] = rope_attention(
             qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation
         )
         attended = jnp.reshape(attended, (x.shape[0], -1))
-        (o,) = site("self_attn", ("o_proj",), attended, out_dtype=jnp.float32)
+        (o,) = site("self_attn", ("o_proj",), attended, parts=True)
         name = f"layers.{i}.post_attention_layernorm"
-        x, h = norm(x, o[None], layer.post_attention_layernorm, name)
-        gate, up = site("mlp", ("gate_proj", "up_proj"), h, out_dtype=jnp.float32)
+        x, h = norm(x, o, layer.post_attention_layernorm, name)
+        gate, up = site("mlp", ("gate_proj", "up_proj"), h)
         gated = _gated(gate, up).astype(dtype)
-        (down,) = site("mlp", ("down_proj",), gated, out_dtype=jnp.float32)
-        added = down[None]
+        (added,) = site("mlp", ("down_proj",), gated, parts=True)
     _, hidden = norm(x, added, params.norm, "norm")
     return hidden, KVCache(k=tuple(k_pages), v=tuple(v_pages))
 
@@ -146,13 +145,15 @@ class _Sites:
         self.segments, self.how, self.observe = segments, how, observe
 
     def __call__(
-        self, module: str, names: tuple[str, ...], x: Array, out_dtype: jnp.dtype | None = None
+        self, module: str, names: tuple[str, ...], x: Array, parts: bool = False
     ) -> tuple[Array, ...]:
+        """The projections of x in float32, or the `parts` of them: see `apply_fused`."""
         if self.observe is not None:
             for name in names:
                 self.observe(f"{self.prefix}.{module}.{name}", x)
         params = tuple(self._params(module, name) for name in names)
-        return apply_fused(params, x, self.segments, out_dtype=out_dtype, implementation=self.how)
+        how = {"out_dtype": jnp.float32, "parts": parts, "implementation": self.how}
+        return apply_fused(params, x, self.segments, **how)
 
     def adapted(self, module: str, names: tuple[str, ...]) -> bool:
         """Whether an adapter can do anything at one of these projections."""

@@ -28,6 +28,8 @@ from scute_jax.kernels import (  # noqa: E402
     Vectors,
     block_rotate,
     paged_attention,
+    residual_norm,
+    rope_attention,
     scale_input,
     segmented_update,
     shared_factors,
@@ -79,6 +81,14 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"sparse, {name}", partial(sparse_update, h[0], x, sparse, seg.tiles)
     for size, dtype in ((1, "bfloat16"), (32, "float32"), (64, "bfloat16")):
         yield f"attention, blocks of {size}, {dtype}", _attention(size, dtype)
+        yield f"rope and attention, blocks of {size}, {dtype}", _rope_attention(size, dtype)
+    for d, parts, dtype in ((576, 1, "bfloat16"), (40, 8, "float16")):
+        x, *added = pools.activations(jax.random.key(0), 5, [d] * (1 + parts), "float32")
+        weight = jnp.ones((d,), dtype)
+        yield (
+            f"residual norm, {parts} parts, {dtype}",
+            partial(residual_norm, x, jnp.stack(added), weight, 1e-5, jnp.dtype(dtype)),
+        )
 
 
 def _some(vectors: Vectors) -> Vectors:
@@ -129,6 +139,22 @@ def _attention(size: int, dtype: str) -> Callable:
     )
     table = rng.permutation(n * width).reshape(n, width)
     return partial(paged_attention, q, k, v, *(jnp.asarray(a, "int32") for a in (table, *numbers)))
+
+
+def _rope_attention(size: int, dtype: str) -> Callable:
+    """All blocks are full: what is written of others is not defined."""
+    rng, n, hq, hkv, dh, page, width = np.random.default_rng(0), 3, 9, 3, 20, 16, 8
+    start = rng.integers(0, width * page - size, n)
+    t, pages = n * size, (n * width, hkv, page, dh)
+    heads = tuple(
+        jnp.asarray(rng.normal(size=(parts, t, h, dh)), "float32")
+        for parts, h in ((2, hq), (1, hkv), (1, hkv))
+    )
+    k, v = (jnp.asarray(rng.normal(size=pages), dtype) for _ in range(2))
+    angle = jnp.asarray(rng.normal(size=(t, dh // 2)), "float32")
+    where = rng.permutation(n * width).reshape(n, width), start, np.full(n, size)
+    where = [jnp.asarray(a, "int32") for a in where]
+    return partial(rope_attention, heads, k, v, jnp.cos(angle), jnp.sin(angle), *where)
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from scute_jax.bench.work import (
     Effort,
     Op,
     expand_work,
+    riding_work,
     rotate_work,
     shared_work,
     sparse_work,
@@ -147,6 +148,10 @@ def figures() -> Iterator[Figure]:
         for rows in (16, 64):
             what = f"a layer, rank {rank}, {rows} rows"
             yield Figure("layer", what, partial(_wall, rows=rows, rank=rank), target, "us")
+    for rank, target in ((16, 20), (64, 55), (256, 190)):
+        for rows in (16, 64):
+            what = f"a layer riding on its base products, rank {rank}, {rows} rows"
+            yield Figure("riding", what, partial(_riding, rows=rows, rank=rank), target, "us")
     for rows in (1024, 8192):
         what = f"expand, rank 16, {rows} rows, of copy bandwidth"
         share = partial(_bandwidth, of=_call(Bench.expand, rows))
@@ -173,6 +178,15 @@ def figures() -> Iterator[Figure]:
 def _wall(bench: Bench, rows: int, rank: int) -> tuple[float, dict]:
     found = bench.update(rows, rank)
     return found["wall_us"], found
+
+
+def _riding(bench: Bench, rows: int, rank: int) -> tuple[float, dict]:
+    """What adapters add to XLA's base products of a layer, in one launch with them."""
+    load = bench.uniform(rows, rank)
+    alone = riding_work(load, bench.effort, bench.op, adapters=False)
+    ratio, walls = _ratio(bench, alone, riding_work(load, bench.effort, bench.op))
+    base, whole = walls["walls_us"]
+    return whole - base, walls | {"over_base": ratio}
 
 
 def _faster(bench: Bench, rows: int) -> tuple[float, dict]:

@@ -196,7 +196,7 @@ class _Block:
         _wait(self.plan, made)
         size = block_size(factors, self.plan.tile.block_r)
         blocks = pl.cdiv(most_ranks([factors]), size)
-        low = _low(rows, factors, low_ref, 0, size) if blocks == 1 else None
+        low = _low(rows, factors, low_ref, 0, size, rows.tile >= 0) if blocks == 1 else None
 
         def add(q, y):
             z = self.part + parts * q
@@ -204,9 +204,10 @@ class _Block:
             own = RankBlocks(factors.table, factors.rank, i, factors.A.shape[1], size).block(b)
             own = replace(own, own=own.own & (rows.rows_ref[i] > 0))
             B = own.load(factors.B, self.c, inside)
-            lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size)
+            mine = rows.tile == i
+            lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size, mine)
             added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
-            return jnp.where((rows.tile == i)[:, None], y + added, y)
+            return jnp.where(mine[:, None], y + added, y)
 
         return jax.lax.fori_loop(0, pl.cdiv(rows.used * blocks - self.part, parts), add, y)
 
@@ -222,10 +223,10 @@ def _load(at, mask):
     return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
 
 
-def _low(rows, factors, low_ref, b, size):
-    """A block of ranks of x A of all rows, zero where a row's adapter has no such rank."""
+def _low(rows, factors, low_ref, b, size, some):
+    """A block of ranks of x A of some rows, zero where a row's adapter has no such rank."""
     ranks = b * size + jnp.arange(size)
-    mask = ranks[None, :] < rows.of(factors.rank, 0)[:, None]
+    mask = some[:, None] & (ranks[None, :] < rows.of(factors.rank, 0)[:, None])
     at = (rows.tile[:, None], rows.place[:, None], ranks[None, :])
     parts = range(low_ref.shape[0])
     own = (plgpu.load(low_ref.at[(p, *at)], mask=mask, other=0.0) for p in parts)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scute_jax.bench.work import (
     Effort,
     Op,
     Work,
+    riding_work,
     rotate_work,
     shared_work,
     sparse_work,
@@ -31,11 +33,12 @@ from scute_jax.bench.work import (
 from scute_jax.kernels import tuning
 from scute_jax.kernels.block_rotate.tile import RotateTile
 from scute_jax.kernels.segmented_expand.tile import ExpandTile
+from scute_jax.kernels.segmented_linear.plan import LinearTile
 from scute_jax.kernels.segmented_shrink.pallas_triton import ShrinkTile
 from scute_jax.kernels.shared_factors.pallas_triton import SharedTile
 from scute_jax.kernels.sparse_update.pallas_triton import SparseTile
 
-KINDS = (ShrinkTile, ExpandTile, RotateTile, SharedTile, SparseTile)
+KINDS = (ShrinkTile, ExpandTile, LinearTile, RotateTile, SharedTile, SparseTile)
 GAIN = 0.98  # of the time before: less than that is noise
 ROUNDS = 5
 ADAPTERS, BLOCK = 16, 32
@@ -78,6 +81,12 @@ def tasks(layer: Layer = LLAMA_8B, effort: Effort = Effort()) -> Iterator[Task]:
         work = partial(update_work, Load(rows, (rank,) * ADAPTERS, layer), effort)
         bucket = tuning.bucket(rows=rows, rank=rank)
         yield Task("update", rows, (ShrinkTile, ExpandTile), bucket, work)
+    for rows, groups in product((16, 64), (("qkv",), ("o", "down"), ("gate_up",))):
+        load = Load(rows, (16,) * ADAPTERS, layer)
+        work = partial(riding_work, load, effort, groups=groups)
+        columns = sum(layer.groups[groups[0]][1])
+        bucket = tuning.bucket(rows=rows, columns=columns, rank=16)
+        yield Task("linear", rows, (LinearTile,), bucket, work)
     for rows in (64, *many):
         work = partial(rotate_work, Load(rows, (1,) * ADAPTERS, layer), BLOCK, effort)
         yield Task("rotate", rows, (RotateTile,), tuning.bucket(rows=rows, block=BLOCK), work)

@@ -10,20 +10,24 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from scute_jax.bench import layer as pools
-from scute_jax.bench.layer import Load
+from scute_jax.bench.layer import Layer, Load
 from scute_jax.kernels import (
     Implementation,
     at_tiles,
     block_rotate,
+    segmented_linear,
     segmented_update,
     shared_factors,
     sparse_update,
 )
 from scute_jax.kernels.block_rotate.pallas import block_rotate as rotate_twin
+from scute_jax.kernels.precision import einsum
 from scute_jax.kernels.segmented_expand.pallas import segmented_expand
+from scute_jax.kernels.segmented_linear.pallas_triton import segmented_linear as linear_twin
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors as shared_twin
 from scute_jax.kernels.sparse_update.pallas_triton import sparse_update as sparse_twin
@@ -37,7 +41,7 @@ class Effort:
 
     distinct: int = 256 * MIB
     layers: int = 8
-    call_us: float = 10_000.0
+    call_us: float = 30_000.0
     repeats: int = 9
 
 
@@ -111,6 +115,46 @@ def expand_work(load: Load, effort: Effort, s: bool = False) -> Work:
 
     nbytes = load.h_bytes() + own + _scale_bytes(load, s)
     return _looped(whole, (lows(xs, stack[0]), hs), stack, nbytes, effort)
+
+
+def riding_work(
+    load: Load,
+    effort: Effort,
+    op: Op = Op(),  # noqa: B008
+    groups: Sequence[str] = (),
+    adapters: bool = True,
+) -> Work:
+    """The base products of some groups (all, if none is named) with the adapters that ride on them;
+    without adapters, XLA's products alone. Its bytes are those of the weights and the factors."""
+    names, tiles = list(groups) or list(load.layer.groups), load.segments().tiles
+    (xs, _), stack = _update_arrays(load, 2, False)
+    weights = _weights(load.layer, 2)
+    widths = [(d_in, d) for n in names for d_in, outs in [load.layer.groups[n]] for d in outs]
+    nbytes = 2 * sum(
+        d_in * d_out + adapters * sum(load.ranks) * (d_in + d_out) for d_in, d_out in widths
+    )
+
+    def one(x, Ws, parts):
+        if not adapters:
+            return tuple(einsum("ti,io->to", x, W) for W in Ws)
+        none, same = (None,) * len(Ws), (x,) * len(Ws)
+        if not op.tiles:
+            args = (same, x, Ws, parts, none, none, tiles)
+            return segmented_linear(*args, implementation=op.how)
+        args = (same, x, Ws, tuple(at_tiles(p, tiles.slot) for p in parts), none, none, tiles)
+        return linear_twin(*args, *op.tiles, interpret=op.interpret)
+
+    def whole(state, layer):
+        xs, _ = state
+        return xs, {name: one(xs[name], *layer[name]) for name in names}
+
+    layers = [
+        {name: (Ws[name], own[name][0]) for name in names}
+        for Ws, own in zip(weights, stack, strict=False)
+    ]
+    _, like = jax.eval_shape(whole, (xs, None), layers[0])
+    hs = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like)
+    return _looped(whole, (xs, hs), layers, nbytes, effort)
 
 
 def rotate_work(load: Load, block: int, effort: Effort, op: Op = Op()) -> Work:  # noqa: B008
@@ -212,6 +256,17 @@ def _update_arrays(load: Load, count: int, s: bool) -> tuple[tuple, list]:
 
     state = _rows_of_groups(keys, load)
     return state, [{name: group(*widths) for name, widths in groups.items()} for _ in range(count)]
+
+
+@lru_cache(maxsize=1)
+def _weights(layer: Layer, count: int) -> list[dict[str, tuple[Array, ...]]]:
+    """Frozen weights of each group of several layers."""
+    keys = iter(jax.random.split(jax.random.key(1), 16 * count))
+
+    def own(d_in: int, outs: Sequence[int]) -> tuple[Array, ...]:
+        return tuple(pools.activations(next(keys), d_in, [d])[0] for d in outs)
+
+    return [{name: own(*widths) for name, widths in layer.groups.items()} for _ in range(count)]
 
 
 def _rows_of_groups(keys: Iterator[Array], load: Load) -> tuple[dict, dict]:
