@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from scute_jax.bench import tune
-from scute_jax.bench.layer import TINY, Load
+from scute_jax.bench.layer import LLAMA_8B, TINY, Load
 from scute_jax.bench.tune import ADAPTERS, Found, Task, changes, descend, neighbours, write
 from scute_jax.bench.work import QUICK, Op, Work, rotate_work
 from scute_jax.kernels import tuning
