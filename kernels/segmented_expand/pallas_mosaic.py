@@ -1,8 +1,8 @@
 """The segmented expand on Pallas' Mosaic GPU backend (Hopper): all slices in one launch, in place.
 
 A program takes one tile of rows and one block of output columns of one slice, as in the Triton
-twin. All that it reads in blocks comes by the copy engine (TMA), the product is one WGMMA of 64
-rows per page of ranks. What lies outside of an array is zero to the copy engine: a page that the
+twin. All that it reads in blocks comes by the copy engine (TMA), and a WGMMA of 64 rows multiplies
+each page of ranks. What lies outside of an array is zero to the copy engine: a page that the
 adapter does not have and a vector that it does not have are copied from there.
 """
 
