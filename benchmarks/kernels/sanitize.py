@@ -83,12 +83,7 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"attention, blocks of {size}, {dtype}", _attention(size, dtype)
         yield f"rope and attention, blocks of {size}, {dtype}", _rope_attention(size, dtype)
     for d, parts, dtype in ((576, 1, "bfloat16"), (40, 8, "float16")):
-        x, *added = pools.activations(jax.random.key(0), 5, [d] * (1 + parts), "float32")
-        weight = jnp.ones((d,), dtype)
-        yield (
-            f"residual norm, {parts} parts, {dtype}",
-            partial(residual_norm, x, jnp.stack(added), weight, 1e-5, jnp.dtype(dtype)),
-        )
+        yield f"residual norm, {parts} parts, {dtype}", _residual_norm(d, parts, dtype)
 
 
 def _some(vectors: Vectors) -> Vectors:
@@ -142,7 +137,7 @@ def _attention(size: int, dtype: str) -> Callable:
 
 
 def _rope_attention(size: int, dtype: str) -> Callable:
-    """All blocks are full: what is written of others is not defined."""
+    """All blocks are full: what is attended by others is not defined."""
     rng, n, hq, hkv, dh, page, width = np.random.default_rng(0), 3, 9, 3, 20, 16, 8
     start = rng.integers(0, width * page - size, n)
     t, pages = n * size, (n * width, hkv, page, dh)
@@ -153,8 +148,23 @@ def _rope_attention(size: int, dtype: str) -> Callable:
     k, v = (jnp.asarray(rng.normal(size=pages), dtype) for _ in range(2))
     angle = jnp.asarray(rng.normal(size=(t, dh // 2)), "float32")
     where = rng.permutation(n * width).reshape(n, width), start, np.full(n, size)
-    where = [jnp.asarray(a, "int32") for a in where]
-    return partial(rope_attention, heads, k, v, jnp.cos(angle), jnp.sin(angle), *where)
+    rest = jnp.cos(angle), jnp.sin(angle), *(jnp.asarray(a, "int32") for a in where)
+
+    def call(before, implementation):
+        return rope_attention(heads, *before[1:], *rest, implementation=implementation)
+
+    return partial(call, (jnp.sum(heads[0], axis=0).astype(dtype), k, v))
+
+
+def _residual_norm(d: int, parts: int, dtype: str) -> Callable:
+    x, *added = pools.activations(jax.random.key(0), 5, [d] * (1 + parts), "float32")
+    weight = jnp.full((d,), 2, dtype)
+
+    def call(before, implementation):
+        args = before.astype(jnp.float32), jnp.stack(added), weight, 1e-5, weight.dtype
+        return residual_norm(*args, implementation=implementation)[1]
+
+    return partial(call, x.astype(dtype))
 
 
 def main() -> int:
