@@ -46,9 +46,10 @@ def segmented_linear(
     (t, d_in), outs = x.shape, [W.shape[1] for W in weights]
     tile = tile or tuned(LinearTile, rows=t, columns=sum(outs), rank=most_ranks(factors))
     plan = Plan.make(tile, d_in, outs, factors, tiles, interpret)
-    results, results_tree = jax.tree.flatten(plan.results(t, outs, factors))
+    shapes = plan.results(t, outs, factors)
+    results, results_tree = jax.tree.flatten(shapes)
     slices = list(zip(xs, weights, factors, scale, shift, strict=True))
-    counts = jnp.zeros(results[0].shape, results[0].dtype)
+    counts = [jnp.zeros(count.shape, count.dtype) for count in shapes["counts"]]
     args, tree = jax.tree.flatten((counts, tiles.start, tiles.rows, x, slices))
     made = pallas_call(
         partial(_kernel, plan, tree, results_tree),
@@ -58,7 +59,7 @@ def segmented_linear(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-        aliases={0: 0},
+        aliases={0: 0} if counts else {},
     )(*args)
     return tuple(jax.tree.unflatten(results_tree, made)["outs"])
 

@@ -94,7 +94,7 @@ class Plan:
         rows = 1 if self.size == 1 else max(MIN_SIDE, power_of_two(self.size))
         ranks = (f and self.ranks(s, f) for s, f in enumerate(factors))
         return {
-            "counts": [jax.ShapeDtypeStruct((1,), "int32")],
+            "counts": [jax.ShapeDtypeStruct((1,), "int32")] if self.shrinking else [],
             "lows": [r and jax.ShapeDtypeStruct((*low, rows, r), "float32") for r in ranks],
             "outs": [jax.ShapeDtypeStruct((parts, t, d), "float32") for d in outs],
         }
