@@ -29,10 +29,10 @@ SUMMED = 8  # rows of a program that adds up parts
 
 @dataclass(frozen=True)
 class SharedTile:
-    """rows: of a block. Of the shrink, block_k, block_r: columns of x (in half precision) and ranks
-    in one product; d_in is split until there are `programs` or `most_parts`. Of the expand,
-    block_q: ranks in one product; block_n: output columns of a program, fewer until there are
-    `column_programs`.
+    """rows: of a block. Of the shrink, block_k, block_r: columns of x and ranks in one product;
+    d_in is split until there are `programs` or `most_parts`. Of the expand, block_q: ranks in one
+    product; block_n: output columns of a program, fewer until there are `column_programs`. In
+    float32, block_k and block_q are a quarter of it.
     """
 
     rows: int = 64
@@ -65,7 +65,7 @@ def shared_factors(
     blocks = pl.cdiv(x.shape[0], size)
     widths = [part.shape[1] for part in h]
     block_n = _columns(tile, widths, blocks)
-    block_q = _ranks(tile.block_q, shared)
+    block_q = _ranks(_depth(tile.block_q, x), shared)
     firsts = tuple(accumulate((pl.cdiv(width, block_n) for width in widths), initial=0))
     flat, tree = jax.tree.flatten((h, lows, lookups, shared))
     outs = pallas_call(
@@ -88,13 +88,12 @@ def _shrink(
     t, d_in = x.shape
     blocks, block_r = pl.cdiv(t, size), _ranks(tile.block_r, shared)
     # The expand reads whole blocks of its own, too.
-    whole = max(block_r, _ranks(tile.block_q, shared))
+    whole = max(block_r, _ranks(_depth(tile.block_q, x), shared))
     ranks = [whole * pl.cdiv(own.d.shape[1], whole) for own in shared]
     terms = [own.row.shape[1] for own in shared]
     counts = [j * r // block_r for j, r in zip(terms, ranks, strict=True)]
     wanted = min(tile.most_parts, pl.cdiv(tile.programs, blocks * sum(counts)))
-    block_k = tile.block_k * 2 // x.dtype.itemsize  # as many bytes in every dtype
-    spans = Spans.cut(d_in, min(block_k, power_of_two(d_in)), wanted)
+    spans = Spans.cut(d_in, min(_depth(tile.block_k, x), power_of_two(d_in)), wanted)
     how = {"num_warps": tile.num_warps, "interpret": interpret}
     flat, tree = jax.tree.flatten((slot, x, shared))
     firsts = tuple(accumulate(counts, initial=0))
@@ -126,6 +125,11 @@ def _shrink(
             **how,
         )(*flat)
     return tuple(lows), tuple(lookups)
+
+
+def _depth(most: int, x: Array) -> int:
+    """How much is summed in one product: tensor cores do not take float32, registers hold it."""
+    return most if x.dtype.itemsize == 2 else max(MIN_SIDE, most // 4)
 
 
 def _ranks(most: int, shared: tuple[Shared, ...]) -> int:

@@ -114,7 +114,7 @@ def test_a_row_has_the_same_bits_beside_any_other_rows(ranks, terms):
     pool = pools(rng, ranks, 6, terms, 40, 50, "float32")
     pool = pool.replace(e=pool.e.at[:, 7].set(jnp.inf))  # zeros that are added would show
     h, x, slot = batch(rng, 6, 48, 40, 50, "float32")
-    tile = SharedTile(rows=16, block_k=16, block_r=16, block_q=32, programs=4)
+    tile = SharedTile(rows=16, block_k=16, block_r=16, block_q=128, programs=4)
 
     def run(h, x, slot):
         (y,) = twin((h,), x, (pool,), jnp.asarray(slot), tile=tile, interpret=True)
