@@ -22,10 +22,9 @@ import jax
 
 from benchmarks import engine_cold
 from benchmarks.command import command
-from benchmarks.engine_measures import TRITON_GEMM, Lab, Result, measurements, say
+from benchmarks.engine_measures import Lab, Result, measurements, say
 
 KERNELS = "lists the kernels of a step, as base:decode five:prefill"
-TRITON = "whether XLA may use its Triton products in decode steps; auto: for few rows"
 
 
 def main() -> None:
@@ -39,7 +38,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=8, help="programs compiled at a time")
     parser.add_argument("--compiled", type=Path, help="folder of jax's persistent cache")
     parser.add_argument("--kernels", nargs="+", default=[], metavar="POOL:KIND", help=KERNELS)
-    parser.add_argument("--triton-gemm", choices=TRITON_GEMM, default="auto", help=TRITON)
     parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model")
     args = parser.parse_args()
     args.layers = args.layers or (2 if args.tiny else 32)

@@ -20,7 +20,6 @@ VLLM_MS = {"base": 5.74, "lora16": 13.25, "lora64": 18.95, "lora256": 48.2}  # 6
 VLLM_MS_16 = 5.02
 KEYS, PROMPT, TOKENS = 256, 8, 128
 CHAIN = 16  # blocks of a prompt in the long prefill
-TRITON_GEMM = {"auto": None, "on": True, "off": False}
 POOLS = {  # name -> (method, rank, how many tenants)
     "base": (),
     "lora16": (("LORA", 16, 16),),
@@ -76,7 +75,6 @@ class Lab:
             decode_rows=(self.rows // 4, self.rows),
             steps=16,
             ahead=1,
-            triton_gemm=TRITON_GEMM[args.triton_gemm],
         )
         self._steps: dict[str, Steps] = {}
         self._seconds: dict[tuple[str, int], float] = {}

@@ -18,7 +18,6 @@ from scute_jax.models.llama import Batch
 from scute_jax.models.params import LlamaParams
 from scute_jax.serving import Engine, EngineOptions, Request, SamplingParams
 from scute_jax.serving.launch import decode_plan, prefill_plan
-from scute_jax.serving.runner import decode_program
 from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.steps import DecodePlan, PrefillPlan, Rows
 
@@ -58,14 +57,10 @@ class Steps:
         """Compiles a step, so that calls find it compiled; says how long it took, and what moves
         arrays of MOVED bytes or more: weights and the cache should stay where they are."""
         began = time.perf_counter()
-        if kind == "decode":
-            step, how = decode_program(self.options, size), self._runner._decode.keywords
-            plan = self.decode_plan(size, 16)
-        else:
-            step, how = self._runner._prefill.func, self._runner._prefill.keywords
-            plan = self.prefill_plan(size)
+        step = self._runner._decode if kind == "decode" else self._runner._prefill
+        plan = self.decode_plan(size, 16) if kind == "decode" else self.prefill_plan(size)
         args = (self.params, self._slots, self._runner._cache, self.rows(0), plan)
-        made = step.lower(*args, **how, **PLAIN).compile()
+        made = step.func.lower(*args, **step.keywords, **PLAIN).compile()
         seconds = time.perf_counter() - began
         found = Counter(_moves(made.as_text()))
         shown = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))

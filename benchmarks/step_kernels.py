@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.topologies import get_topology_desc
 
-from benchmarks.engine_measures import POOLS, TRITON_GEMM
+from benchmarks.engine_measures import POOLS
 from benchmarks.llama_8b import adapter, config, random_params
 from scute_jax.models.cache import KVCache
 from scute_jax.peft.base import Base
@@ -29,7 +29,7 @@ from scute_jax.serving import EngineOptions
 from scute_jax.serving.launch import decode_plan, prefill_plan
 from scute_jax.serving.registry import Registry
 from scute_jax.serving.residency import Residency
-from scute_jax.serving.runner import _PREFILL, decode_program
+from scute_jax.serving.runner import programs
 from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.steps import Rows
 
@@ -56,19 +56,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pool", nargs="+", choices=POOLS, default=["base", "lora16", "five"])
     parser.add_argument("--kind", choices=("decode", "prefill"), default="decode")
-    parser.add_argument("--triton-gemm", choices=TRITON_GEMM, default="auto")
     args = parser.parse_args()
     jax.default_backend = lambda: "gpu"  # the kernels are those of a GPU
     for pool in args.pool:
-        triton = TRITON_GEMM[args.triton_gemm]
-        one, two = (launches(compiled(pool, args.kind, layers, triton)) for layers in (1, 2))
+        one, two = (launches(compiled(pool, args.kind, layers)) for layers in (1, 2))
         layer = two - one
         print(f"\n{pool}, {args.kind}: {layer.total()} kernels a layer, {one.total()} with one")
         for name, count in sorted(layer.items(), key=lambda item: (-item[1], item[0])):
             print(f"{count:4}  {name}", flush=True)
 
 
-def compiled(pool: str, kind: str, layers: int, triton_gemm: bool | None) -> str:
+def compiled(pool: str, kind: str, layers: int) -> str:
     """The step of 64 rows or blocks, as XLA would run it."""
     shape = config(layers, tiny=False)
     adapters = [adapter(shape, m, i, rank) for m, rank, count in POOLS[pool] for i in range(count)]
@@ -77,15 +75,14 @@ def compiled(pool: str, kind: str, layers: int, triton_gemm: bool | None) -> str
     for each in adapters:
         residency.expect(registry.add(each.version, each)[0])
     residency.prepare()
-    options = EngineOptions(
-        block=64, prefill_blocks=(ROWS,), decode_rows=(ROWS,), steps=16, triton_gemm=triton_gemm
-    )
+    options = EngineOptions(block=64, prefill_blocks=(ROWS,), decode_rows=(ROWS,), steps=16)
+    prefills, decodes = programs()
     how = {"config": shape, "num_slots": slots, "sampled": False, "top": 0}
     if kind == "decode":
-        step, plan = decode_program(options, ROWS), decode_plan(DecodeWork(ROWS, [], []), PAGES)
+        step, plan = decodes, decode_plan(DecodeWork(ROWS, [], []), PAGES)
         how["steps"] = options.steps
     else:
-        step, plan = _PREFILL, prefill_plan(PrefillWork(), options.limits(), PAGES)
+        step, plan = prefills, prefill_plan(PrefillWork(), options.limits(), PAGES)
     args = (
         jax.eval_shape(lambda: random_params(shape)),
         residency.slots(residency.routes),

@@ -55,18 +55,16 @@ def forward(
     segments: Segments,
     cache: KVCache,
     *,
-    merged: bool = True,
     implementation: Implementation | None = None,
     observe: Callable[[str, Array], None] | None = None,
 ) -> tuple[Float[Array, "t d"], KVCache]:
     """The final hidden states (after the last norm) of every row, and the cache with their keys.
 
-    `segments` says which adapter each row uses (t = n * size rows). `merged` says that XLA takes q,
-    k and v of base rows as one product, as it does unless it is told not to. `observe` is called
-    with each projection of a layer and the rows that it reads, traced ones under jit. Dtypes:
-    activations have the dtype of the embedding, except the residual stream between the layers,
-    which is float32 (half precision would round it twice a layer); norms, rope, softmax and all
-    sums are float32.
+    `segments` says which adapter each row uses (t = n * size rows). `observe` is called with each
+    projection of a layer and the rows that it reads, traced ones under jit. Dtypes: activations
+    have the dtype of the embedding, except the residual stream between the layers, which is
+    float32 (half precision would round it twice a layer); norms, rope, softmax and all sums are
+    float32.
     """
     dtype = params.embed_tokens.dtype
     token = jnp.reshape(batch.tokens, (-1,))
@@ -89,10 +87,7 @@ def forward(
         site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
-        names = "q_proj", "k_proj", "v_proj"
-        qkv = site("self_attn", names, h, parts=True)
-        if merged and not site.adapted("self_attn", names):
-            qkv = (jnp.concatenate(qkv, axis=-1),)  # so XLA need not take them apart
+        qkv = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, parts=True)
         qkv = tuple(jnp.reshape(y, (*y.shape[:2], -1, config.head_dim)) for y in qkv)
         attended, k_pages[i], v_pages[i] = rope_attention(
             qkv, k_pages[i], v_pages[i], *rope, *where, implementation=implementation
@@ -122,9 +117,8 @@ def logits(
     """
     head = params.linear("lm_head")
     site = SiteParams(head.weight, head.bias, _of(slots, "lm_head"))
-    (out,) = apply_fused(
-        (site,), hidden, segments, out_dtype=jnp.float32, implementation=implementation
-    )
+    how = {"out_dtype": jnp.float32, "ride": False, "implementation": implementation}
+    (out,) = apply_fused((site,), hidden, segments, **how)  # a tied head is a transposed W
     return out
 
 
@@ -154,11 +148,6 @@ class _Sites:
         params = tuple(self._params(module, name) for name in names)
         how = {"out_dtype": jnp.float32, "parts": parts, "implementation": self.how}
         return apply_fused(params, x, self.segments, **how)
-
-    def adapted(self, module: str, names: tuple[str, ...]) -> bool:
-        """Whether an adapter can do anything at one of these projections."""
-        sites = (f"{self.prefix}.{module}.{name}" for name in names)
-        return any(jax.tree.leaves(_of(self.slots, site)) for site in sites)
 
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)

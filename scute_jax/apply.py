@@ -82,6 +82,7 @@ def apply_fused(
     *,
     out_dtype: jnp.dtype | None = None,
     parts: bool = False,
+    ride: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
@@ -89,7 +90,8 @@ def apply_fused(
     `out_dtype` is the dtype of the result where it should not be that of x (logits). A site with
     token rows gets further columns, as many as its pool has rows for one adapter: the logits of
     tokens past the base's vocabulary, -inf for adapters that do not have them. With `parts`, the
-    results have a first axis over which the caller has to add them up.
+    results have a first axis over which the caller has to add them up. Without `ride`, XLA takes
+    the base product by itself (it reads a transposed W as it lies, a kernel would need a copy).
     """
     _check(params, x, seg)
     x = seg.sort(x)
@@ -97,7 +99,7 @@ def apply_fused(
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     xs = _turned(params, x, seg, how)
     riding = [tuple(getattr(s, part) for s in slots) for part in ("factors", "scale", "shift")]
-    if _rides(params, x, riding, how):
+    if ride and _rides(params, x, how):
         weights = tuple(site.W for site in params)
         h = segmented_linear(xs, x, weights, *riding, seg.tiles, implementation=how)
         if parts and seg.order is None and not any(_rest(s) for s in slots):
@@ -119,13 +121,14 @@ def _rest(slots: SiteSlots) -> bool:
     return any(part is not None for part in rest)
 
 
-def _rides(
-    params: tuple[SiteParams, ...], x: Array, riding: list[tuple], how: Implementation | None
-) -> bool:
-    """Whether factors, s and b ride on the base product, in one launch with it."""
+def _rides(params: tuple[SiteParams, ...], x: Array, how: Implementation | None) -> bool:
+    """Whether factors, s and b ride on the base product, in one launch with it.
+
+    Few rows always take that launch, also where nobody has any: base rows have the same bits then,
+    whoever is beside them.
+    """
     between = any(site.bias is not None or site.slots.output_rotations for site in params)
-    some = any(part is not None for own in riding for part in own)
-    return runs_pallas(how) and some and not between and suits(x, tuple(p.W for p in params))
+    return runs_pallas(how) and not between and suits(x, tuple(site.W for site in params))
 
 
 def _turned(

@@ -16,7 +16,6 @@ from scute_jax.serving.scheduler import Limits
 CPU_CACHE_BYTES = 512 << 20
 GPU_SHARE = 0.9
 ACTIVATION_SHARE = 0.08  # of the device, left for activations and compiled steps
-TRITON_ROWS = 32  # up to so many rows, XLA's Triton products are faster than cuBLAS on an H200
 RANK_TO_COME = 16  # of LoRAs at every projection, for which there is room however late they come
 
 
@@ -40,7 +39,6 @@ class EngineOptions:
     ahead: int = 0  # calls launched before the results of the last one are read
     window: int = 4096  # requests that one `generate` or `stream` has in the engine at a time
     implementation: Implementation | None = None
-    triton_gemm: bool | None = None  # for products of decode steps; None = for few rows only
     compilation_cache: str | Path | None = None  # folder of compiled steps, of the whole process
 
     def __post_init__(self) -> None:
@@ -75,18 +73,6 @@ class EngineOptions:
         if self.compilation_cache is not None:
             jax.config.update("jax_compilation_cache_dir", str(self.compilation_cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-    def decode_compiler_options(self, rows: int) -> dict[str, bool | int]:
-        """How XLA compiles a decode step of so many rows, where that is not its default.
-
-        XLA times its Triton products on weights that are in the cache, where those of a model never
-        are, and takes them where cuBLAS is faster. Without them, the products of q, k and v must
-        not be merged: a Triton product reads their weights where they are, cuBLAS needs a copy.
-        """
-        triton = rows <= TRITON_ROWS if self.triton_gemm is None else self.triton_gemm
-        if triton or jax.default_backend() != "gpu":
-            return {}
-        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
     def limits(self) -> Limits:
         return Limits(

@@ -19,7 +19,6 @@ from scute_jax.serving.sampling import TokenScores
 from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.sequence import Sequence
 from scute_jax.serving.steps import (
-    DecodePlan,
     Drawn,
     PrefillPlan,
     Rows,
@@ -33,23 +32,26 @@ Progress = Callable[[int, int, str], None]  # how many are done, of how many, wh
 
 _STATIC = ("config", "num_slots", "sampled", "top", "implementation")
 _DONATED = ("cache", "rows")
-_PREFILL = jax.jit(prefill, static_argnames=_STATIC, donate_argnames=_DONATED)
-_SCORE = jax.jit(score_prompt, static_argnames=("num_slots", "top", "implementation"))
 
 
-def decode_program(options: EngineOptions, rows: int) -> jax.stages.Wrapped:
-    """The jitted decode step of so many rows."""
-    return _decode_compiled_with(tuple(options.decode_compiler_options(rows).items()))
+def compiler_options() -> dict[str, bool | int]:
+    """How XLA compiles a step. On a GPU, products of the same rows are not to be merged: XLA would
+    copy their weights side by side at every step, or take the results apart again."""
+    on_gpu = jax.default_backend() == "gpu"
+    return {"xla_gpu_dot_merger_threshold_mb": 0} if on_gpu else {}
 
 
 @cache
-def _decode_compiled_with(compiler_options: tuple[tuple[str, bool | int], ...]):
-    return jax.jit(
-        partial(decode, merged=not compiler_options),
-        static_argnames=(*_STATIC, "steps"),
-        donate_argnames=_DONATED,
-        compiler_options=dict(compiler_options),
+def programs() -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """The jitted prefill and decode steps."""
+    how = {"donate_argnames": _DONATED, "compiler_options": compiler_options()}
+    return (
+        jax.jit(prefill, static_argnames=_STATIC, **how),
+        jax.jit(decode, static_argnames=(*_STATIC, "steps"), **how),
     )
+
+
+_SCORE = jax.jit(score_prompt, static_argnames=("num_slots", "top", "implementation"))
 
 
 class Runner:
@@ -70,8 +72,9 @@ class Runner:
         self._new_cache = partial(KVCache.create, config, num_pages, options.page_size, dtype)
         self.reset()
         how = {"num_slots": residency.max_adapters, "implementation": options.implementation}
-        self._prefill = partial(_PREFILL, config=config, **how)
-        self._decode = partial(_decode, options, config=config, steps=options.steps, **how)
+        prefills, decodes = programs()
+        self._prefill = partial(prefills, config=config, **how)
+        self._decode = partial(decodes, config=config, steps=options.steps, **how)
         self._score = partial(_SCORE, **how)
 
     def prefill(self, work: PrefillWork) -> tuple[Drawn, TokenScores | None]:
@@ -151,8 +154,3 @@ class Runner:
         self.variants.add(shape, variant)
         slots = self.residency.slots(variant.routes)
         return slots, {"sampled": variant.sampled, "top": variant.top}
-
-
-def _decode(options: EngineOptions, *args, **how):
-    plan: DecodePlan = args[-1]
-    return decode_program(options, plan.slot.shape[0])(*args, **how)

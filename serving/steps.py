@@ -133,10 +133,9 @@ def decode(
     steps: int,
     sampled: bool,
     top: int,
-    merged: bool = True,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Rows, Drawn]:
-    """`steps` tokens for every active row, fewer where a row ends. `merged`: see `forward`."""
+    """`steps` tokens for every active row, fewer where a row ends."""
     num_rows = rows.token.shape[0]
     rows = _continue(rows, plan.source)
     seg = segments(plan.slot, num_slots, presorted=True)
@@ -151,9 +150,7 @@ def decode(
             rows=rows.active.astype(jnp.int32),
             table=plan.table,
         )
-        hidden, cache = forward(
-            params, slots, config, batch, seg, cache, merged=merged, implementation=how
-        )
+        hidden, cache = forward(params, slots, config, batch, seg, cache, implementation=how)
         scores = logits(params, slots, hidden, seg, implementation=how)
         token = _draw(scores, plan.ends.sampling, rows.position + 1, sampled)
         drawn = Drawn(token, rows.active, score(scores, token, top))

@@ -31,10 +31,13 @@ from scute_jax.kernels import (  # noqa: E402
     residual_norm,
     rope_attention,
     scale_input,
+    segmented_linear,
     segmented_update,
     shared_factors,
     sparse_update,
 )
+from scute_jax.kernels.precision import einsum  # noqa: E402
+from scute_jax.kernels.segmented_linear.api import MOST_ROWS  # noqa: E402
 from scute_jax.segments import segments  # noqa: E402
 
 RANKS = (3, 33, 1, 17, 70)
@@ -62,6 +65,12 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"low rank, {name}", partial(segmented_update, h, x, parts, none, none, seg.tiles)
         yield f"all slots, {name}", partial(segmented_update, h, x, parts, scale, scale, seg.tiles)
         yield f"vectors, {name}", partial(segmented_update, h, x, none, scale, none, seg.tiles)
+        Ws = tuple(pools.activations(next(keys), d_in, [d], dtype)[0] for d in outs)
+        base = tuple(einsum("ti,io->to", x, W).astype(dtype) for W in Ws)
+        few = ((none, ""), (scale, " with s and b")) if rows <= 2 * MOST_ROWS else ()
+        for vectors, what in few:
+            call = partial(_riding, base, x, Ws, parts, vectors, seg.tiles)
+            yield f"low rank{what} on the base product, {name}", call
         vector = _some(pools.vectors(next(keys), len(RANKS), d_in, dtype))
         yield (
             f"scale input, {name}",
@@ -84,6 +93,15 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"rope and attention, blocks of {size}, {dtype}", _rope_attention(size, dtype)
     for d, parts, dtype in ((576, 1, "bfloat16"), (40, 8, "float16")):
         yield f"residual norm, {parts} parts, {dtype}", _residual_norm(d, parts, dtype)
+
+
+def _riding(base, x, Ws, factors, vectors, tiles, implementation):
+    """Besides base, the arguments of `segmented_linear`; of its result the sum of the parts."""
+    xs = (x,) * len(Ws)
+    parts = segmented_linear(
+        xs, x, Ws, factors, vectors, vectors, tiles, implementation=implementation
+    )
+    return tuple(jnp.sum(own, axis=0).astype(x.dtype) for own in parts)
 
 
 def _some(vectors: Vectors) -> Vectors:

@@ -44,7 +44,7 @@ def segmented_linear(
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
     """As the reference, in parts; all pools are at tiles."""
     (t, d_in), outs = x.shape, [W.shape[1] for W in weights]
-    tile = tile or tuned(LinearTile, rows=t, columns=sum(outs), rank=most_ranks(factors))
+    tile = tile or tuned(LinearTile, rows=t, columns=sum(outs))
     plan = Plan.make(tile, d_in, outs, factors, tiles, interpret)
     shapes = plan.results(t, outs, factors)
     results, results_tree = jax.tree.flatten(shapes)
@@ -128,15 +128,19 @@ def _barrier(plan):
 
 
 class _Rows:
-    """All rows of the batch, and of each the tile that it is in (-1 = none) and its place there."""
+    """All rows of the batch."""
 
     def __init__(self, start_ref, rows_ref, t, n):
         self.at = jnp.arange(max(MIN_SIDE, power_of_two(t)))
         self.inside, self.all = self.at < t, self.at.shape[0] == t
-        self.rows_ref = rows_ref
-        i = jnp.arange(power_of_two(n))
-        start = plgpu.load(start_ref.at[i], mask=i < n, other=0)
-        rows = plgpu.load(rows_ref.at[i], mask=i < n, other=0)
+        self.start_ref, self.rows_ref, self.n = start_ref, rows_ref, n
+
+    def find_tiles(self):
+        """Looks up of each row the tile that it is in (-1 = none) and its place there. Not before
+        it is asked for: the first reads of weights would wait for it."""
+        i = jnp.arange(power_of_two(self.n))
+        start = plgpu.load(self.start_ref.at[i], mask=i < self.n, other=0)
+        rows = plgpu.load(self.rows_ref.at[i], mask=i < self.n, other=0)
         mine = (self.at[:, None] >= start[None, :]) & (self.at[:, None] < (start + rows)[None, :])
         self.tile = jnp.max(jnp.where(mine, i[None, :], -1), axis=1)
         self.used = jnp.max(jnp.where(rows > 0, i + 1, 0))  # past it, tiles are empty
@@ -188,6 +192,9 @@ class _Block:
     def _ride(self, d_out, factors, scale, shift, low_ref, made, y):
         """y * s + b + low B, of which this part does what is its own."""
         rows, inside, parts = self.rows, self.c < d_out, self.plan.spans.parts
+        if factors is scale is shift is None:
+            return y
+        rows.find_tiles()
         if scale is not None:
             y = y + y * self._vector(scale, True, inside)
         if shift is not None:
@@ -199,18 +206,25 @@ class _Block:
         blocks = pl.cdiv(most_ranks([factors]), size)
         low = _low(rows, factors, low_ref, 0, size, rows.tile >= 0) if blocks == 1 else None
 
-        def add(q, y):
-            z = self.part + parts * q
-            i, b = z // blocks, z % blocks
+        def load(z):
+            """Of block z of ranks, counted over all tiles: x A, B, and whose rows they are."""
+            i, b, there = jnp.minimum(z // blocks, rows.n - 1), z % blocks, z < rows.used * blocks
             own = RankBlocks(factors.table, factors.rank, i, factors.A.shape[1], size).block(b)
-            own = replace(own, own=own.own & (rows.rows_ref[i] > 0))
-            B = own.load(factors.B, self.c, inside)
-            mine = rows.tile == i
+            own = replace(own, own=own.own & there & (rows.rows_ref[i] > 0))
+            mine = (rows.tile == i) & there
             lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size, mine)
-            added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
-            return jnp.where(mine[:, None], y + added, y)
+            return lows, own.load(factors.B, self.c, inside), mine
 
-        return jax.lax.fori_loop(0, pl.cdiv(rows.used * blocks - self.part, parts), add, y)
+        def add(q, y):
+            loaded = [load(self.part + parts * (q * at_once + k)) for k in range(at_once)]
+            for lows, B, mine in loaded:
+                added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
+                y = jnp.where(mine[:, None], y + added, y)
+            return y
+
+        at_once = self.plan.tile.blocks_at_once
+        count = pl.cdiv(rows.used * blocks - self.part, parts * at_once)
+        return jax.lax.fori_loop(0, count, add, y)
 
     def _vector(self, pool, here, inside):
         """The vector of each row's adapter, zero for rows whose adapter has none."""

@@ -85,7 +85,7 @@ def tasks(layer: Layer = LLAMA_8B, effort: Effort = Effort()) -> Iterator[Task]:
         load = Load(rows, (16,) * ADAPTERS, layer)
         work = partial(riding_work, load, effort, groups=groups)
         columns = sum(layer.groups[groups[0]][1])
-        bucket = tuning.bucket(rows=rows, columns=columns, rank=16)
+        bucket = tuning.bucket(rows=rows, columns=columns)
         yield Task("linear", rows, (LinearTile,), bucket, work)
     for rows in (64, *many):
         work = partial(rotate_work, Load(rows, (1,) * ADAPTERS, layer), BLOCK, effort)
