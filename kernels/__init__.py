@@ -18,7 +18,7 @@ from scute_jax.kernels.pools import (
 )
 from scute_jax.kernels.residual_norm import residual_norm
 from scute_jax.kernels.rope_attention import rope_attention
-from scute_jax.kernels.segmented_linear import segmented_linear, suits
+from scute_jax.kernels.segmented_linear import segmented_linear
 from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.shared_factors import shared_factors
 from scute_jax.kernels.sparse_update import sparse_update
@@ -52,5 +52,4 @@ __all__ = [
     "segmented_update",
     "shared_factors",
     "sparse_update",
-    "suits",
 ]

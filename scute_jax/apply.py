@@ -18,9 +18,10 @@ from scute_jax.kernels import (
     segmented_update,
     shared_factors,
     sparse_update,
-    suits,
 )
+from scute_jax.kernels.pools import most_ranks
 from scute_jax.kernels.precision import precision
+from scute_jax.kernels.segmented_linear import MOST_RANKS, suits
 from scute_jax.normal_form import NormalForm
 from scute_jax.segments import Segments
 from scute_jax.slots import SiteSlots, pack_site
@@ -100,11 +101,15 @@ def apply_fused(
     xs = _turned(params, x, seg, how)
     riding = [tuple(getattr(s, part) for s in slots) for part in ("factors", "scale", "shift")]
     if ride and _rides(params, x, how):
-        weights = tuple(site.W for site in params)
-        h = segmented_linear(xs, x, weights, *riding, seg.tiles, implementation=how)
-        if parts and seg.order is None and not any(_rest(s) for s in slots):
+        weights, none = tuple(site.W for site in params), [(None,) * len(params)] * 3
+        light = most_ranks(riding[0]) <= MOST_RANKS
+        on_it = riding if light else none
+        h = segmented_linear(xs, x, weights, *on_it, seg.tiles, implementation=how)
+        if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
         h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
+        if not light:
+            h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
     else:
         h = tuple(_base(site, x_i, dtype) for site, x_i in zip(params, xs, strict=True))
         h = tuple(_turned_out(s, h_i, seg, how) for s, h_i in zip(slots, h, strict=True))

@@ -19,8 +19,8 @@ from scute_jax.apply import apply_fused
 D_IN, OUTS, ROWS = 96, (130, 48), 40
 
 
-def forms_of(rng, d_out, plain):
-    """Forms of a slice: with factors, s and b only, or with other routes as well."""
+def forms_of(rng, d_out, kind):
+    """Forms of a slice: factors, s and b only (of few or many ranks), or other routes as well."""
     pair = shared_pairs(D_IN, d_out)[0]
 
     def term(r, slots="", pair=None):
@@ -30,7 +30,9 @@ def forms_of(rng, d_out, plain):
         return random_form(rng, D_IN, d_out, *args, **kwargs)
 
     own = [form("sb", terms=[term(33)]), form("s"), form(terms=[term(5)]), form()]
-    if plain:
+    if kind == "many ranks":
+        return [*own, form("b", terms=[term(70)])]
+    if kind == "riding":
         return own
     more = form("s", terms=[term(3)]).replace(S=random_sparse(rng, D_IN, d_out, 200))
     turned = form("b", terms=[term(2)]).replace(Q=(random_blocks(rng, d_out, 2),))
@@ -44,12 +46,12 @@ def forms_of(rng, d_out, plain):
     ]
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("kind", ["riding", "many ranks", "every route"])
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("presorted", [True, False])
-def test_beside_every_other_route(plain, parts, presorted):
+def test_beside_every_other_route(kind, parts, presorted):
     rng = np.random.default_rng(0)
-    forms = [forms_of(rng, d, plain) for d in OUTS]
+    forms = [forms_of(rng, d, kind) for d in OUTS]
     count = len(forms[0])
     ids = rng.integers(-1, count, ROWS)
     ids = np.sort(ids) if presorted else ids

@@ -1,3 +1,3 @@
-from scute_jax.kernels.segmented_linear.api import segmented_linear, suits
+from scute_jax.kernels.segmented_linear.api import MOST_RANKS, segmented_linear, suits
 
-__all__ = ["segmented_linear", "suits"]
+__all__ = ["MOST_RANKS", "segmented_linear", "suits"]

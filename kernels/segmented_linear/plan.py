@@ -93,10 +93,14 @@ class Plan:
         """The count of programs that shrank, x A of each slice, and the parts of the result."""
         parts, low = self.spans.parts, (self.spans_low.parts, self.n)
         rows = 1 if self.size == 1 else max(MIN_SIDE, power_of_two(self.size))
-        ranks = (f and self.ranks(s, f) for s, f in enumerate(factors))
         return {
             "counts": [jax.ShapeDtypeStruct((1,), "int32")] if self.shrinking else [],
-            "lows": [r and jax.ShapeDtypeStruct((*low, rows, r), "float32") for r in ranks],
+            "lows": [
+                None
+                if f is None
+                else jax.ShapeDtypeStruct((*low, rows, self.ranks(s, f)), "float32")
+                for s, f in enumerate(factors)
+            ],
             "outs": [jax.ShapeDtypeStruct((parts, t, d), "float32") for d in outs],
         }
 

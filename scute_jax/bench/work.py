@@ -145,15 +145,19 @@ def riding_work(
         return linear_twin(*args, *op.tiles, interpret=op.interpret)
 
     def whole(state, layer):
-        xs, _ = state
-        return xs, {name: one(xs[name], *layer[name]) for name in names}
+        xs, hs = state
+        ((key, groups),) = layer.items()
+        return xs, hs | {key: {name: one(xs[name], *own) for name, own in groups.items()}}
 
+    # Each layer has results of its own: what the next one overwrote unread would not be computed.
     layers = [
-        {name: (Ws[name], own[name][0]) for name in names}
-        for Ws, own in zip(weights, stack, strict=False)
+        {str(i): {name: (Ws[name], own[name][0]) for name in names}}
+        for i, (Ws, own) in enumerate(zip(weights, stack, strict=False))
     ]
-    _, like = jax.eval_shape(whole, (xs, None), layers[0])
-    hs = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), like)
+    hs: dict = {}
+    for layer in layers:
+        hs |= jax.eval_shape(whole, (xs, {}), layer)[1]
+    hs = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), hs)
     return _looped(whole, (xs, hs), layers, nbytes, effort)
 
 
