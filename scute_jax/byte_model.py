@@ -159,7 +159,8 @@ def _turns(found: Found, side: str, total: int, d_in: int, d_out: int, itemsize:
 
 
 def _shared(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
-    """Each pair once, however many adapters use it; their own vectors; their rows."""
+    """Each pair once, however many adapters use it; their own vectors; their rows. One launch of
+    the three sums up what is split for want of rows."""
     pairs: dict[str | None, int] = {}
     parameters = activations = 0
     for form, rows in found:
@@ -171,7 +172,7 @@ def _shared(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:
         parameters += own
         activations += rows * (len(terms) * d_in + 2 * d_out)
     parameters += sum(rank * (d_in + d_out) for rank in pairs.values())
-    return Cost(itemsize * parameters, itemsize * activations, 2 * bool(pairs))
+    return Cost(itemsize * parameters, itemsize * activations, 3 * bool(pairs))
 
 
 def _sparse(found: Found, d_in: int, d_out: int, itemsize: int) -> Cost:

@@ -40,7 +40,7 @@ def test_each_route_counts_what_it_moves():
     assert cost["vectors"] == sj.Cost(2 * D_OUT, 2 * 4 * 2 * D_OUT, 0)
     assert cost["input transform"] == sj.Cost(2 * D_IN * 4, 2 * 2 * sum(rows) * D_IN, 1)
     shared = rank * (D_IN + D_OUT) + 2 * (rank + D_OUT)  # the third tenant has no row
-    assert cost["shared factors"] == sj.Cost(2 * shared, 2 * 2 * (D_IN + 2 * D_OUT), 2)
+    assert cost["shared factors"] == sj.Cost(2 * shared, 2 * 2 * (D_IN + 2 * D_OUT), 3)
     assert cost["sparse"] == sj.Cost(13 * (2 + 4) + 4 * (D_OUT + 1), 2 * 2 * (13 + 2 * D_OUT), 1)
     assert set(cost) == {"low rank", "vectors", "input transform", "shared factors", "sparse"}
 
