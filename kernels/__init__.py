@@ -5,7 +5,6 @@ from scute_jax.kernels.dispatch import Implementation, runs_pallas
 from scute_jax.kernels.embedding_update import embedding_update
 from scute_jax.kernels.kronecker_update import kronecker_update
 from scute_jax.kernels.paged_attention import paged_attention
-from scute_jax.kernels.paged_rope import paged_rope
 from scute_jax.kernels.pools import (
     KroneckerFactors,
     LowRank,
@@ -41,7 +40,6 @@ __all__ = [
     "kronecker_update",
     "make_tiles",
     "paged_attention",
-    "paged_rope",
     "replace_columns",
     "replace_rows",
     "residual_norm",

@@ -1,3 +1,1 @@
-from scute_jax.kernels.paged_rope.api import paged_rope
-
-__all__ = ["paged_rope"]
+"""Rope, and keys and values written to their pages; the first half of `rope_attention`."""
