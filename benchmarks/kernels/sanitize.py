@@ -8,6 +8,7 @@ numbers are compared with the reference; exit code 1 if they differ. It also run
 where there is no GPU interpreted.
 """
 
+import argparse
 import os
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -186,9 +187,14 @@ def _residual_norm(d: int, parts: int, dtype: str) -> Callable:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", help="cases whose names have one of these in them")
+    args = parser.parse_args()
     print(f"on {jax.devices()[0].device_kind}", flush=True)
     worst, names = 0.0, []
     for name, call in cases():
+        if args.only and not any(part in name for part in args.only):
+            continue
         ours, expected = (
             [np.asarray(a, np.float32) for a in jax.tree.leaves(call(implementation=how))]
             for how in ("pallas", "reference")

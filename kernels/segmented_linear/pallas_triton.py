@@ -206,25 +206,18 @@ class _Block:
         blocks = pl.cdiv(most_ranks([factors]), size)
         low = _low(rows, factors, low_ref, 0, size, rows.tile >= 0) if blocks == 1 else None
 
-        def load(z):
-            """Of block z of ranks, counted over all tiles: x A, B, and whose rows they are."""
-            i, b, there = jnp.minimum(z // blocks, rows.n - 1), z % blocks, z < rows.used * blocks
-            own = RankBlocks(factors.table, factors.rank, i, factors.A.shape[1], size).block(b)
-            own = replace(own, own=own.own & there & (rows.rows_ref[i] > 0))
-            mine = (rows.tile == i) & there
-            lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size, mine)
-            return lows, own.load(factors.B, self.c, inside), mine
-
         def add(q, y):
-            loaded = [load(self.part + parts * (q * at_once + k)) for k in range(at_once)]
-            for lows, B, mine in loaded:
-                added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
-                y = jnp.where(mine[:, None], y + added, y)
-            return y
+            z = self.part + parts * q  # a block of ranks, counted over all tiles
+            i, b = z // blocks, z % blocks
+            own = RankBlocks(factors.table, factors.rank, i, factors.A.shape[1], size).block(b)
+            own = replace(own, own=own.own & (rows.rows_ref[i] > 0))
+            B = own.load(factors.B, self.c, inside)
+            mine = rows.tile == i
+            lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size, mine)
+            added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
+            return jnp.where(mine[:, None], y + added, y)
 
-        at_once = self.plan.tile.blocks_at_once
-        count = pl.cdiv(rows.used * blocks - self.part, parts * at_once)
-        return jax.lax.fori_loop(0, count, add, y)
+        return jax.lax.fori_loop(0, pl.cdiv(rows.used * blocks - self.part, parts), add, y)
 
     def _vector(self, pool, here, inside):
         """The vector of each row's adapter, zero for rows whose adapter has none."""

@@ -17,8 +17,8 @@ from scute_jax.kernels.triton import MIN_SIDE, power_of_two
 @dataclass(frozen=True)
 class LinearTile:
     """block_n: output columns of a program; block_k: columns of x in a product; block_r: ranks in a
-    product with B, of which `blocks_at_once` are fetched together. d_in is split until there are
-    `programs` or `most_parts`, or a part is one product long.
+    product with B. d_in is split until there are `programs` or `most_parts`, or a part is one
+    product long.
 
     shrink_k, shrink_r, shrink_programs: as block_k, block_r and programs of ShrinkTile.
     """
@@ -26,12 +26,11 @@ class LinearTile:
     block_n: int = 128
     block_k: int = 64
     block_r: int = 64
-    blocks_at_once: int = 2
     programs: int = 264
     most_parts: int = 8
     shrink_k: int = 256
     shrink_r: int = 16
-    shrink_programs: int = 256
+    shrink_programs: int = 128
     num_warps: int = 4
     num_stages: int = 3
 
