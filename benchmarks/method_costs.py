@@ -27,7 +27,7 @@ from scute_jax.apply_norm import apply_norm
 from scute_jax.bench.layer import LLAMA_8B
 from scute_jax.byte_model import Cost, Machine, Place, byte_cost, fused
 from scute_jax.calibrate import measure, median_us
-from scute_jax.models.llama import normalised
+from scute_jax.kernels.residual_norm import normalised
 from scute_jax.models.params import NORM_SITES
 from scute_jax.normal_form import Blocks, Kronecker, Sparse
 from scute_jax.slots import SiteSlots, pack_site

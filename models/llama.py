@@ -18,6 +18,7 @@ from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
 from scute_jax.kernels import Implementation, residual_norm, rope_attention
+from scute_jax.kernels.residual_norm import normalised
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
@@ -120,15 +121,6 @@ def logits(
     how = {"out_dtype": jnp.float32, "ride": False, "implementation": implementation}
     (out,) = apply_fused((site,), hidden, segments, **how)  # a tied head is a transposed W
     return out
-
-
-def normalised(x: Float[Array, "t d"], eps: float) -> Float[Array, "t d"]:
-    """x / sqrt(mean(x^2) + eps), which a norm multiplies with its weight.
-
-    Source: RMSNorm (arXiv:1910.07467) eq. 4. Dtypes: float32 throughout.
-    """
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 class _Sites:

@@ -100,19 +100,19 @@ def apply_fused(
     dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     xs = _turned(params, x, seg, how)
     riding = [tuple(getattr(s, part) for s in slots) for part in ("factors", "scale", "shift")]
-    if ride and _rides(params, x, how):
+    rides = ride and _rides(params, x, how)
+    light = rides and most_ranks(riding[0]) <= MOST_RANKS
+    if rides:
         weights, none = tuple(site.W for site in params), [(None,) * len(params)] * 3
-        light = most_ranks(riding[0]) <= MOST_RANKS
-        on_it = riding if light else none
-        h = segmented_linear(xs, x, weights, *on_it, seg.tiles, implementation=how)
+        own = riding if light else none
+        h = segmented_linear(xs, x, weights, *own, seg.tiles, implementation=how)
         if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
         h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
-        if not light:
-            h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
     else:
         h = tuple(_base(site, x_i, dtype) for site, x_i in zip(params, xs, strict=True))
         h = tuple(_turned_out(s, h_i, seg, how) for s, h_i in zip(slots, h, strict=True))
+    if not light:
         h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
     h = shared_factors(h, x, tuple(s.shared for s in slots), seg.slot, implementation=how)
     y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
@@ -127,10 +127,10 @@ def _rest(slots: SiteSlots) -> bool:
 
 
 def _rides(params: tuple[SiteParams, ...], x: Array, how: Implementation | None) -> bool:
-    """Whether factors, s and b ride on the base product, in one launch with it.
+    """Whether the base product is the launch on which factors, s and b can ride.
 
-    Few rows always take that launch, also where nobody has any: base rows have the same bits then,
-    whoever is beside them.
+    Few rows take it also where nobody has any, unless something comes between: base rows have the
+    same bits then, whoever is beside them.
     """
     between = any(site.bias is not None or site.slots.output_rotations for site in params)
     return runs_pallas(how) and not between and suits(x, tuple(site.W for site in params))

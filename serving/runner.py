@@ -18,14 +18,7 @@ from scute_jax.serving.residency import Residency
 from scute_jax.serving.sampling import TokenScores
 from scute_jax.serving.scheduler import DecodeWork, PrefillWork
 from scute_jax.serving.sequence import Sequence
-from scute_jax.serving.steps import (
-    Drawn,
-    PrefillPlan,
-    Rows,
-    decode,
-    prefill,
-    score_prompt,
-)
+from scute_jax.serving.steps import Drawn, PrefillPlan, Rows, decode, prefill, score_prompt
 from scute_jax.serving.variants import Variant, Variants, ladder, needed
 
 Progress = Callable[[int, int, str], None]  # how many are done, of how many, which one is next

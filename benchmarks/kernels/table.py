@@ -271,7 +271,7 @@ def main() -> None:
         lines[figure.row, figure.what] = line
         print(f"{time.monotonic() - began:5.0f} s  {_shown(line)}", flush=True)
         if args.out:
-            report = {"command": command(), "machine": asdict(machine), "jax": jax.__version__}
+            report = {"machine": asdict(machine), "jax": jax.__version__}
             report |= {"figures": list(lines.values())}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     print("\nfigure | measured | target | met")
@@ -287,7 +287,7 @@ def _line(figure: Figure, bench: Bench) -> dict:
     except Exception as error:  # a figure that cannot be had is a result, too
         return line | {"error": f"{type(error).__name__}: {str(error)[:600]}"}
     met = measured <= figure.target if figure.most else measured >= figure.target
-    line |= {"commit": _commit(), "copy_tb_s": bench.machine.bandwidth / 1e12}
+    line |= {"command": command(), "commit": _commit(), "copy_tb_s": bench.machine.bandwidth / 1e12}
     return line | {"measured": measured, "met": met, "details": details}
 
 

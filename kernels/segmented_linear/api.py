@@ -35,7 +35,8 @@ def segmented_linear(
 
     `xs` has the x' of each slice, x after its input transform. Rows in no tile get x' W. As
     `segmented_update` of x' W, without rounding it in between. The caller adds up the parts, which
-    can cost it nothing; the gradient takes that for granted. Dtypes: all in float32.
+    can cost it nothing; the gradient takes that for granted. Source: x W plus the SGMV of Punica
+    (arXiv:2310.18547), with ragged ranks in pages. Dtypes: all in float32.
     """
     parts = (tuple(at_tiles(p, tiles.slot) for p in own) for own in (factors, scale, shift))
     return _OP(xs, x, weights, *parts, tiles, implementation=implementation)
