@@ -1,18 +1,17 @@
 """The product with frozen weights and what rides on it, on Pallas' Triton backend: one launch.
 
-The first programs of the grid shrink, as in `segmented_shrink`. Each of the others multiplies all
-rows with one block of output columns of one slice, over one part of d_in, and adds low B tile by
-tile while the sums are still in registers: h is neither written nor read in between, and the shrink
-is done by the time that its result is asked for. The parts share out the tiles. Where no s has to
-wait for the whole sum, some programs add low B before their product ends, so that not all of them
-leave the memory idle at once.
+The first programs of the grid shrink, as in `segmented_shrink`. Others multiply all rows with one
+block of output columns of one slice, over one part of d_in. low B is added in the same sums where
+d_in is one part; else it is a part of its own, made by programs of its own, so that the bits of a
+row do not hang on which tile it is in. h is neither written nor read in between, and the shrink is
+done by the time that its result is asked for. Programs that add low B to their own product do it at
+different times, so that not all of them leave the memory idle at once.
 
 A program waits for low until all programs that shrink are counted. Those wait for nobody, and a GPU
 starts programs in their order, so that the wait ends.
 """
 
-from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from scute_jax.kernels.pools import LowRank, Vectors, most_ranks
+from scute_jax.kernels.pools import LowRank, Vectors
 from scute_jax.kernels.precision import precision
-from scute_jax.kernels.rank_blocks import RankBlocks, block_size
+from scute_jax.kernels.rank_blocks import RankBlocks
+from scute_jax.kernels.segmented_linear.low import add_low_B, store_low, store_zeros
 from scute_jax.kernels.segmented_linear.plan import LinearTile, Plan
 from scute_jax.kernels.segmented_shrink.pallas_triton import shrink_block
 from scute_jax.kernels.tiles import Tiles
@@ -74,39 +74,57 @@ def _kernel(plan, tree, results_tree, *refs):
 
         @pl.when(program < plan.shrinking)
         def _shrink():
-            rows = TileRows(_tile(plan, program), start_ref, rows_ref, plan.size)
-            _shrink_all(plan, program, rows, x_ref, slices, made["lows"])
+            rows = TileRows(program // plan.firsts_low[-1], start_ref, rows_ref, plan.size)
+            _shrink_all(plan, program % plan.firsts_low[-1], rows, x_ref, slices, made["lows"])
             _barrier(plan)  # all threads have written their part of low
             plgpu.atomic_add(made["counts"][0], (jnp.int32(0),), jnp.int32(1))
 
     column = (program - plan.shrinking) % plan.firsts[-1]
+    part = (program - plan.shrinking) // plan.firsts[-1]
     for s, (own, low_ref) in enumerate(zip(slices, made["lows"], strict=True)):
-        here = (column >= plan.firsts[s]) & (column < plan.firsts[s + 1])
+        here = (program >= plan.shrinking) & (column >= plan.firsts[s])
+        here &= column < plan.firsts[s + 1]
 
-        @pl.when((program >= plan.shrinking) & here)
-        def _multiply(own=own, low_ref=low_ref, s=s):
+        def block(s=s, low_ref=low_ref):
             rows = _Rows(start_ref, rows_ref, x_ref.shape[0], plan.n)
-            block = _Block(plan, rows, s, column, (program - plan.shrinking) // plan.firsts[-1])
-            block.store(made["outs"][s], block.product(*own, low_ref, made))
+            return _Block(plan, rows, s, column, part, low_ref, made)
+
+        @pl.when(here & (part < plan.spans.parts))
+        def _multiply(block=block, own=own, s=s):
+            own_block = block()
+            own_block.store(made["outs"][s], own_block.product(*own))
+
+        if plan.apart:
+
+            @pl.when(here & (part == plan.spans.parts))
+            def _ride(block=block, own=own, s=s):
+                own_block = block()
+                own_block.store(made["outs"][s], own_block.low_B(own[2]))
 
 
-def _tile(plan, program):
-    return program // plan.firsts_low[-1] % plan.n
-
-
-def _shrink_all(plan, program, rows, x_ref, slices, lows):
-    """One block of ranks of one slice, one tile of rows, one part of d_in."""
-    which, part = program % plan.firsts_low[-1], program // (plan.firsts_low[-1] * plan.n)
+def _shrink_all(plan, which, rows, x_ref, slices, lows):
+    """One block of ranks of one slice, for one tile of rows."""
     for s, ((_, _, f, _, _), low_ref) in enumerate(zip(slices, lows, strict=True)):
         if f is None:
             continue
-        here = (which >= plan.firsts_low[s]) & (which < plan.firsts_low[s + 1])
+        block = which - plan.firsts_low[s]
 
-        @pl.when(here & (rows.count > 0))
-        def _slice(f=f, low_ref=low_ref, first=plan.firsts_low[s]):
-            size = block_size(f, plan.tile.shrink_r)
-            adapter = RankBlocks(f.table, f.rank, rows.tile, f.A.shape[1], size)
-            shrink_block(rows, adapter, which - first, plan.spans_low, part, x_ref, f.A, low_ref)
+        @pl.when((block >= 0) & (which < plan.firsts_low[s + 1]))
+        def _slice(f=f, low_ref=low_ref, s=s, block=block):
+            adapter = RankBlocks(f.table, f.rank, rows.tile, f.A.shape[1], plan.low_block(f))
+            where = low_ref, rows, plan.ranks(s, f)
+            some = (rows.count > 0) & (adapter.rank > block * adapter.size)
+
+            @pl.when(some)
+            def _work():
+                shrink_block(
+                    rows, adapter, block, plan.low, 0, x_ref, f.A, partial(store_low, *where)
+                )
+
+            @pl.when(~some)
+            def _nothing():
+                every = jnp.full((low_ref.shape[0],), True)
+                store_zeros(*where, adapter.block(block).ranks, every)
 
 
 def _wait(plan, made):
@@ -135,37 +153,62 @@ class _Rows:
         self.inside, self.all = self.at < t, self.at.shape[0] == t
         self.start_ref, self.rows_ref, self.n = start_ref, rows_ref, n
 
-    def find_tiles(self):
-        """Looks up of each row the tile that it is in (-1 = none) and its place there. Not before
-        it is asked for: the first reads of weights would wait for it."""
-        i = jnp.arange(power_of_two(self.n))
-        start = plgpu.load(self.start_ref.at[i], mask=i < self.n, other=0)
-        rows = plgpu.load(self.rows_ref.at[i], mask=i < self.n, other=0)
+    def tile(self):
+        """The tile that each row is in, -1 = none. Not before it is asked for: the first reads of
+        weights would wait for it."""
+        i, (start, rows) = (
+            jnp.arange(power_of_two(self.n)),
+            self._all(self.start_ref, self.rows_ref),
+        )
         mine = (self.at[:, None] >= start[None, :]) & (self.at[:, None] < (start + rows)[None, :])
-        self.tile = jnp.max(jnp.where(mine, i[None, :], -1), axis=1)
-        self.used = jnp.max(jnp.where(rows > 0, i + 1, 0))  # past it, tiles are empty
-        self.place = self.at - jnp.sum(jnp.where(mine, start[None, :], 0), axis=1)
+        return jnp.max(jnp.where(mine, i[None, :], -1), axis=1)
 
-    def of(self, table_ref, other):
-        """What a table of tiles says of each row's tile; `other` for rows in none."""
-        return plgpu.load(table_ref.at[self.tile], mask=self.tile >= 0, other=other)
+    def tiles(self):
+        """The number of tiles up to the last one that has rows."""
+        (rows,) = self._all(self.rows_ref)
+        return jnp.max(jnp.where(rows > 0, jnp.arange(rows.shape[0]) + 1, 0))
+
+    def _all(self, *refs):
+        i = jnp.arange(power_of_two(self.n))
+        return tuple(plgpu.load(ref.at[i], mask=i < self.n, other=0) for ref in refs)
 
 
 class _Block:
     """One part of a block of output columns of slice s, for all rows."""
 
-    def __init__(self, plan, rows, s, column, part):
-        self.plan, self.rows, self.column, self.part = plan, rows, column, part
+    def __init__(self, plan, rows, s, column, part, low_ref, made):
+        self.plan, self.rows, self.s, self.column, self.part = plan, rows, s, column, part
+        self.low_ref, self.made = low_ref, made
         self.c = (column - plan.firsts[s]) * plan.block_n + jnp.arange(plan.block_n)
 
-    def product(self, x_ref, W_ref, factors, scale, shift, low_ref, made):
-        """This part of x W * s + b + low B."""
+    def product(self, x_ref, W_ref, factors, scale, shift):
+        """This part of x W * s + b, and low B where that is not a part of its own."""
         base, each = partial(self._base, x_ref, W_ref), self.plan.spans.each
-        ride = partial(self._ride, W_ref.shape[1], factors, scale, shift, low_ref, made)
-        if factors is None or scale is not None or each == 1:
-            return ride(base(0.0))
+
+        def ride(base):
+            def start():
+                return self._vectors(base(), scale, shift, self.c < W_ref.shape[1])
+
+            return start() if factors is None or self.plan.apart else self.add_low_B(start, factors)
+
+        if factors is None or scale is not None or self.plan.apart or each == 1:
+            return ride(partial(base, 0.0))
         turn = each * (2 + self.column % 3) // 4
-        return base(ride(base(0.0, last=turn)), first=turn)
+        return base(ride(partial(base, 0.0, last=turn)), first=turn)
+
+    def low_B(self, factors):
+        """low B of all rows; zeros for a slice at which nobody has factors."""
+
+        def start():
+            return jnp.zeros((self.rows.at.shape[0], self.plan.block_n), jnp.float32)
+
+        return start() if factors is None else self.add_low_B(start, factors)
+
+    def add_low_B(self, start, factors):
+        """start() + low B, as soon as low is there."""
+        width, size = self.plan.ranks(self.s, factors), self.plan.tile.block_r
+        wait = partial(_wait, self.plan, self.made)
+        return add_low_B(start, wait, self.rows, self.low_ref, factors, width, size, self.c)
 
     def store(self, out_ref, y):
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]
@@ -189,53 +232,21 @@ class _Block:
         total = jnp.broadcast_to(jnp.float32(total), (rows.at.shape[0], c.shape[0]))
         return spans.total(product, total, **products)
 
-    def _ride(self, d_out, factors, scale, shift, low_ref, made, y):
-        """y * s + b + low B, of which this part does what is its own."""
-        rows, inside, parts = self.rows, self.c < d_out, self.plan.spans.parts
-        if factors is scale is shift is None:
+    def _vectors(self, y, scale, shift, inside):
+        """y * s and, in the first part, + b."""
+        if scale is shift is None:
             return y
-        rows.find_tiles()
-        if scale is not None:
-            y = y + y * self._vector(scale, True, inside)
-        if shift is not None:
-            y = y + self._vector(shift, self.part == 0, inside)
-        if factors is None:
-            return y
-        _wait(self.plan, made)
-        size = block_size(factors, self.plan.tile.block_r)
-        blocks = pl.cdiv(most_ranks([factors]), size)
-        low = _low(rows, factors, low_ref, 0, size, rows.tile >= 0) if blocks == 1 else None
+        tile = self.rows.tile()
 
-        def add(q, y):
-            z = self.part + parts * q  # a block of ranks, counted over all tiles
-            i, b = z // blocks, z % blocks
-            own = RankBlocks(factors.table, factors.rank, i, factors.A.shape[1], size).block(b)
-            own = replace(own, own=own.own & (rows.rows_ref[i] > 0))
-            B = own.load(factors.B, self.c, inside)
-            mine = rows.tile == i
-            lows = low if blocks == 1 else _low(rows, factors, low_ref, b, size, mine)
-            added = plgpu.dot(lows.astype(B.dtype), B, precision=precision(B.dtype))
-            return jnp.where(mine[:, None], y + added, y)
+        def of(pool, here):
+            row = plgpu.load(pool.row.at[tile], mask=tile >= 0, other=-1)
+            at = pool.values.at[row[:, None], self.c[None, :]]
+            mask = ((row >= 0) & here)[:, None] & inside[None, :]
+            return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-        return jax.lax.fori_loop(0, pl.cdiv(rows.used * blocks - self.part, parts), add, y)
-
-    def _vector(self, pool, here, inside):
-        """The vector of each row's adapter, zero for rows whose adapter has none."""
-        row = self.rows.of(pool.row, -1)
-        at = pool.values.at[row[:, None], self.c[None, :]]
-        mask = ((row >= 0) & here)[:, None] & inside[None, :]
-        return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        y = y if scale is None else y + y * of(scale, True)
+        return y if shift is None else y + of(shift, self.part == 0)
 
 
 def _load(at, mask):
     return plgpu.load(at) if mask is None else plgpu.load(at, mask=mask, other=0.0)
-
-
-def _low(rows, factors, low_ref, b, size, some):
-    """A block of ranks of x A of some rows, zero where a row's adapter has no such rank."""
-    ranks = b * size + jnp.arange(size)
-    mask = some[:, None] & (ranks[None, :] < rows.of(factors.rank, 0)[:, None])
-    at = (rows.tile[:, None], rows.place[:, None], ranks[None, :])
-    parts = range(low_ref.shape[0])
-    own = (plgpu.load(low_ref.at[(p, *at)], mask=mask, other=0.0) for p in parts)
-    return reduce(jnp.add, own)

@@ -20,7 +20,7 @@ class LinearTile:
     product with B. d_in is split until there are `programs` or `most_parts`, or a part is one
     product long.
 
-    shrink_k, shrink_r, shrink_programs: as block_k, block_r and programs of ShrinkTile.
+    shrink_k, shrink_r: as block_k and block_r of ShrinkTile.
     """
 
     block_n: int = 128
@@ -28,18 +28,17 @@ class LinearTile:
     block_r: int = 64
     programs: int = 264
     most_parts: int = 8
-    shrink_k: int = 256
+    shrink_k: int = 512
     shrink_r: int = 16
-    shrink_programs: int = 128
     num_warps: int = 4
     num_stages: int = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, one of n
-    tiles and one part of d_in each. The others multiply: a block of columns of one slice and one
-    part of d_in each. Slice s has the blocks from firsts[s] on, and firsts_low[s] of ranks.
+    """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, for one of
+    n tiles. The others multiply: a block of columns of one slice and one part of d_in each, or the
+    part of low B. Slice s has the blocks from firsts[s] on, and firsts_low[s] of ranks.
     """
 
     tile: LinearTile
@@ -47,7 +46,7 @@ class Plan:
     firsts: tuple[int, ...]
     spans: Spans
     firsts_low: tuple[int, ...]
-    spans_low: Spans
+    low: Spans  # what a program that shrinks reads of d_in: all
     n: int
     size: int
     interpret: bool
@@ -66,44 +65,51 @@ class Plan:
         block_n = max(MIN_SIDE, min(tile.block_n, power_of_two(max(outs))))
         firsts = tuple(accumulate((pl.cdiv(d, block_n) for d in outs), initial=0))
         blocks = (
-            0 if f is None else pl.cdiv(most_ranks([f]), block_size(f, tile.shrink_r))
+            0 if f is None else pl.cdiv(power_of_two(most_ranks([f])), block_size(f, tile.shrink_r))
             for f in factors
         )
         firsts_low = tuple(accumulate(blocks, initial=0))
         wanted = min(tile.most_parts, tile.programs // firsts[-1])
-        wanted_low = tile.shrink_programs // max(1, n * firsts_low[-1])
-        spans, spans_low = (
+        spans, low = (
             Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
-            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, wanted_low))
+            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, 1))
         )
-        return cls(tile, block_n, firsts, spans, firsts_low, spans_low, n, tiles.size, interpret)
+        return cls(tile, block_n, firsts, spans, firsts_low, low, n, tiles.size, interpret)
 
     @property
     def shrinking(self) -> int:
-        return self.n * self.firsts_low[-1] * self.spans_low.parts
+        return self.n * self.firsts_low[-1]
+
+    @property
+    def apart(self) -> bool:
+        """Whether low B is a part of its own."""
+        return self.shrinking > 0 and self.spans.parts > 1
 
     @property
     def programs(self) -> int:
-        return self.shrinking + self.firsts[-1] * self.spans.parts
+        return self.shrinking + self.firsts[-1] * (self.spans.parts + self.apart)
 
     def results(
         self, t: int, outs: Sequence[int], factors: Sequence[LowRank | None]
     ) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
         """The count of programs that shrank, x A of each slice, and the parts of the result."""
-        parts, low = self.spans.parts, (self.spans_low.parts, self.n)
-        rows = 1 if self.size == 1 else max(MIN_SIDE, power_of_two(self.size))
+        parts, rows = self.spans.parts + self.apart, max(MIN_SIDE, power_of_two(t))
         return {
             "counts": [jax.ShapeDtypeStruct((1,), "int32")] if self.shrinking else [],
             "lows": [
                 None
                 if f is None
-                else jax.ShapeDtypeStruct((*low, rows, self.ranks(s, f)), "float32")
+                else jax.ShapeDtypeStruct((rows, self.n * self.ranks(s, f)), f.B.dtype)
                 for s, f in enumerate(factors)
             ],
             "outs": [jax.ShapeDtypeStruct((parts, t, d), "float32") for d in outs],
         }
 
+    def low_block(self, factors: LowRank) -> int:
+        """The ranks that a program shrinks to."""
+        return block_size(factors, self.tile.shrink_r)
+
     def ranks(self, s: int, factors: LowRank) -> int:
-        """The ranks that slice s has room for."""
-        blocks = self.firsts_low[s + 1] - self.firsts_low[s]
-        return blocks * block_size(factors, self.tile.shrink_r)
+        """The columns of a tile in x A of slice s: a power of two, so that blocks of ranks hold
+        whole tiles, or a tile whole blocks, and the bits of a row do not hang on its tile."""
+        return (self.firsts_low[s + 1] - self.firsts_low[s]) * self.low_block(factors)

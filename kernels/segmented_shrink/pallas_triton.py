@@ -90,20 +90,27 @@ def _kernel(slices, size, spans, start_ref, rows_ref, x_ref, *refs):
             block=block,
         ):  # fmt: skip
             adapter = RankBlocks(table_ref, rank_ref, rows.tile, A_ref.shape[1], block)
-            shrink_block(rows, adapter, which - first, spans, part, x_ref, A_ref, low_ref)
+            store = partial(_store, low_ref, rows, part)
+            shrink_block(rows, adapter, which - first, spans, part, x_ref, A_ref, store)
 
 
-def shrink_block(rows, adapter, block, spans, part, x_ref, A_ref, low_ref):
-    """Writes the product of a tile's rows with one block of its adapter's ranks, if it has such."""
+def _store(low_ref, rows, part, ranks, total):
+    at = low_ref.at[part, rows.tile, rows.place[:, None], ranks[None, :]]
+    plgpu.store(at, total, mask=rows.held[:, None])
+
+
+def shrink_block(rows, adapter, block, spans, part, x_ref, A_ref, store):
+    """store(ranks, product) with the product of a tile's rows with one block of its adapter's
+    ranks, [size, ranks], if it has such."""
     own = adapter.block(block)
-    products = _one_row if rows.one else _many_rows
+    product = _one_row if rows.one else _many_rows
 
     @pl.when(adapter.rank > block * adapter.size)
     def _work():
-        products(rows, own, spans, part, x_ref, A_ref, low_ref)
+        store(own.ranks, product(rows, own, spans, part, x_ref, A_ref))
 
 
-def _many_rows(rows, own, spans, part, x_ref, A_ref, low_ref):
+def _many_rows(rows, own, spans, part, x_ref, A_ref):
     def product(j, total):
         k, inside = spans.columns(part, j)
         at, here = rows.of(x_ref, k, inside)
@@ -111,17 +118,14 @@ def _many_rows(rows, own, spans, part, x_ref, A_ref, low_ref):
         a = own.load(A_ref, k, inside)
         return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-    zero = jnp.zeros((rows.size, own.ranks.shape[0]), jnp.float32)
-    at = low_ref.at[part, rows.tile, rows.place[:, None], own.ranks[None, :]]
-    plgpu.store(at, spans.total(product, zero), mask=rows.held[:, None])
+    return spans.total(product, jnp.zeros((rows.size, own.ranks.shape[0]), jnp.float32))
 
 
-def _one_row(rows, own, spans, part, x_ref, A_ref, low_ref):
+def _one_row(rows, own, spans, part, x_ref, A_ref):
     def product(j, total):
         k, inside = spans.columns(part, j)
         x = plgpu.load(x_ref.at[rows.start, k], mask=inside, other=0.0).astype(jnp.float32)
         a = own.load(A_ref, k, inside).astype(jnp.float32)
         return total + jnp.sum(a * x[None, :], axis=1)
 
-    total = spans.total(product, jnp.zeros(own.ranks.shape, jnp.float32))
-    plgpu.store(low_ref.at[part, rows.tile, 0, own.ranks], total)
+    return spans.total(product, jnp.zeros(own.ranks.shape, jnp.float32))[None, :]

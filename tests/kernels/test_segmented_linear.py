@@ -91,15 +91,19 @@ def test_every_dtype_and_definition(dtype, share, how):
         assert np.abs(np.asarray(y)[base] - e[base]).max() <= 1e-5 * np.abs(e).max()
 
 
-def test_what_a_row_does_not_use_never_reaches_it():
+FEW, MANY = (3, 5, 7, 16), (3, 5, 33, 16)  # ranks: a product with B holds four tiles, or one
+
+
+@pytest.mark.parametrize("ranks", [FEW, MANY])
+def test_what_a_row_does_not_use_never_reaches_it(ranks):
     rng = np.random.default_rng(1)
-    _, ids, args = problem(rng, 96, (130,), 45, (3, 5, 33, 16), 16)
+    _, ids, args = problem(rng, 96, (130,), 45, ranks, 16)
     xs, x, Ws, factors, scale, shift, tiles = args
     clean = summed(segmented_linear(*args, implementation="pallas"))[0]
     bad, row = 2, 40  # an adapter, and a row of another one
     assert ids[row] not in (-1, bad) and (ids == bad).any()
     (f,) = factors
-    pages = np.asarray(f.table)[bad, : -(-33 // 16)]
+    pages = np.asarray(f.table)[bad, : -(-ranks[bad] // 16)]
     poisoned = f.replace(A=f.A.at[pages].set(jnp.nan), B=f.B.at[pages].set(jnp.inf))
     x = x.at[row].set(jnp.nan)
     bad_args = ((x,), x, Ws, (poisoned,), scale, shift, tiles)
@@ -110,18 +114,24 @@ def test_what_a_row_does_not_use_never_reaches_it():
     assert not np.isfinite(np.asarray(got)[ids == bad]).any()
 
 
-def test_the_bits_of_a_row_do_not_hang_on_the_others():
+@pytest.mark.parametrize("ranks", [FEW, MANY])
+@pytest.mark.parametrize("d_in", [60, 200])  # one part, several
+def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in):
     rng = np.random.default_rng(2)
-    _, ids, args = problem(rng, 96, (130,), 40, (3, 5, 33, 16), 16)
+    _, ids, args = problem(rng, d_in, (130,), 40, ranks, 16)
     xs, x, Ws, *parts, tiles = args
-    whole = np.asarray(summed(segmented_linear(*args, implementation="pallas"))[0])
-    keep = np.flatnonzero(ids == 2)
-    other = np.full(40, -1)  # the rows of adapter 2 last, base rows before them
-    other[-len(keep) :] = 2
-    moved = jnp.zeros_like(x).at[-len(keep) :].set(x[keep])
-    tiles = sj.segments(other, 4, presorted=True, tile=16).tiles
-    (again,) = summed(segmented_linear((moved,), moved, Ws, *parts, tiles, implementation="pallas"))
-    assert np.array_equal(np.asarray(again)[-len(keep) :], whole[keep])
+    (whole,) = segmented_linear(*args, implementation="pallas")
+    assert (len(whole) > 1) == (d_in == 200)
+    whole = np.asarray(jnp.sum(whole, axis=0))
+    for own in range(len(ranks)):  # the rows of an adapter last, base rows before them
+        keep = np.flatnonzero(ids == own)
+        other = np.full(40, -1)
+        other[-len(keep) :] = own
+        moved = jnp.zeros_like(x).at[-len(keep) :].set(x[keep])
+        tiles = sj.segments(other, 4, presorted=True, tile=16).tiles
+        args = (moved,), moved, Ws, *parts, tiles
+        (again,) = summed(segmented_linear(*args, implementation="pallas"))
+        assert np.array_equal(np.asarray(again)[-len(keep) :], whole[keep])
 
 
 def test_gradients_are_those_of_the_definition():
