@@ -17,8 +17,9 @@ from scute_jax.apply import SiteParams, apply_fused
 from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
-from scute_jax.kernels import Implementation, residual_norm, rope_attention
+from scute_jax.kernels import Implementation, residual_norm, rope_attention, runs_pallas
 from scute_jax.kernels.residual_norm import normalised
+from scute_jax.kernels.segmented_linear import zero_counts
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
@@ -83,9 +84,10 @@ def forward(
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
-    added = None
+    added, most = None, 4 * len(params.layers)
+    counts = iter(zero_counts(most) if runs_pallas(implementation) else [None] * most)
     for i, layer in enumerate(params.layers):
-        site = _Sites(layer, slots, f"layers.{i}", segments, implementation, observe)
+        site = _Sites(layer, slots, f"layers.{i}", segments, counts, implementation, observe)
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")
         # What is rotated, multiplied or added to the residual stream stays float32 until then.
         qkv = site("self_attn", ("q_proj", "k_proj", "v_proj"), h, parts=True)
@@ -126,9 +128,11 @@ def logits(
 class _Sites:
     """Applies projections of one layer together with the adapters at them."""
 
-    def __init__(self, layer: Layer, slots: Slots, prefix: str, segments: Segments, how, observe):
+    def __init__(
+        self, layer: Layer, slots: Slots, prefix: str, segments: Segments, counts, how, observe
+    ):
         self.layer, self.slots, self.prefix = layer, slots, prefix
-        self.segments, self.how, self.observe = segments, how, observe
+        self.segments, self.counts, self.how, self.observe = segments, counts, how, observe
 
     def __call__(
         self, module: str, names: tuple[str, ...], x: Array, parts: bool = False
@@ -139,7 +143,7 @@ class _Sites:
                 self.observe(f"{self.prefix}.{module}.{name}", x)
         params = tuple(self._params(module, name) for name in names)
         how = {"out_dtype": jnp.float32, "parts": parts, "implementation": self.how}
-        return apply_fused(params, x, self.segments, **how)
+        return apply_fused(params, x, self.segments, count=next(self.counts), **how)
 
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from scute_jax.entries import pass_of
 from scute_jax.kernels import (
@@ -84,6 +84,7 @@ def apply_fused(
     out_dtype: jnp.dtype | None = None,
     parts: bool = False,
     ride: bool = True,
+    count: Int[Array, "1"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
@@ -93,6 +94,7 @@ def apply_fused(
     tokens past the base's vocabulary, -inf for adapters that do not have them. With `parts`, the
     results have a first axis over which the caller has to add them up. Without `ride`, XLA takes
     the base product by itself (it reads a transposed W as it lies, a kernel would need a copy).
+    `count` is as that of `segmented_linear`.
     """
     _check(params, x, seg)
     x = seg.sort(x)
@@ -105,7 +107,7 @@ def apply_fused(
     if rides:
         weights, none = tuple(site.W for site in params), [(None,) * len(params)] * 3
         own = riding if light else none
-        h = segmented_linear(xs, x, weights, *own, seg.tiles, implementation=how)
+        h = segmented_linear(xs, x, weights, *own, seg.tiles, count, implementation=how)
         if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
         h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)

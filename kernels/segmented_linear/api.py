@@ -1,7 +1,8 @@
 """x W * s + b + (x A) B: the product with frozen weights and what adapters do to it, in one."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
@@ -28,6 +29,7 @@ def segmented_linear(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
+    count: Int[Array, "1"] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
@@ -35,14 +37,20 @@ def segmented_linear(
 
     `xs` has the x' of each slice, x after its input transform. Rows in no tile get x' W. As
     `segmented_update` of x' W, without rounding it in between. The caller adds up the parts, which
-    can cost it nothing; the gradient takes that for granted. Source: x W plus the SGMV of Punica
-    (arXiv:2310.18547), with ragged ranks in pages. Dtypes: all in float32.
+    can cost it nothing; the gradient takes that for granted. `count` is one of `zero_counts`, for
+    this call alone; without, it is made here, in a launch of its own. Source: x W plus the SGMV of
+    Punica (arXiv:2310.18547), with ragged ranks in pages. Dtypes: all in float32.
     """
     parts = (tuple(at_tiles(p, tiles.slot) for p in own) for own in (factors, scale, shift))
-    return _OP(xs, x, weights, *parts, tiles, implementation=implementation)
+    return _OP(xs, x, weights, *parts, tiles, count, implementation=implementation)
 
 
-def _reference(xs, x, weights, factors, scale, shift, tiles):
+def zero_counts(n: int) -> tuple[Int[Array, "1"], ...]:
+    """n zeros, each an array of its own, in one launch: for n calls of `segmented_linear`."""
+    return pallas_triton.zero_counts(n, interpret=jax.default_backend() != "gpu")
+
+
+def _reference(xs, x, weights, factors, scale, shift, tiles, count):
     h = tuple(einsum("ti,io->to", own, W) for own, W in zip(xs, weights, strict=True))
     h = segmented_update(h, x, factors, scale, shift, tiles, implementation="reference")
     return tuple(y[None] for y in h)

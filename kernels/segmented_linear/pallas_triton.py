@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.pools import LowRank, Vectors
 from scute_jax.kernels.precision import precision
@@ -39,6 +39,7 @@ def segmented_linear(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
+    count: Int[Array, "1"] | None = None,
     tile: LinearTile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
@@ -49,7 +50,8 @@ def segmented_linear(
     shapes = plan.results(t, outs, factors)
     results, results_tree = jax.tree.flatten(shapes)
     slices = list(zip(xs, weights, factors, scale, shift, strict=True))
-    counts = [jnp.zeros(count.shape, count.dtype) for count in shapes["counts"]]
+    zero = jnp.zeros((1,), jnp.int32) if count is None else count
+    counts = [zero] if plan.shrinking else []
     args, tree = jax.tree.flatten((counts, tiles.start, tiles.rows, x, slices))
     made = pallas_call(
         partial(_kernel, plan, tree, results_tree),
@@ -64,6 +66,17 @@ def segmented_linear(
     return tuple(jax.tree.unflatten(results_tree, made)["outs"])
 
 
+@partial(jax.jit, static_argnames=("n", "interpret"))
+def zero_counts(n: int, interpret: bool) -> tuple[Int[Array, "1"], ...]:
+    def kernel(*refs):
+        for ref in refs:
+            plgpu.store(ref.at[(jnp.int32(0),)], jnp.int32(0))
+
+    shapes = [jax.ShapeDtypeStruct((1,), jnp.int32)] * n
+    name, how = "zero_counts", {"num_warps": 1, "num_stages": 1, "interpret": interpret}
+    return tuple(pallas_call(kernel, name=name, grid=(1,), out_shape=shapes, **how)())
+
+
 def _kernel(plan, tree, results_tree, *refs):
     """The arguments flattened as `tree` says: counts, start, rows [n], x [t, d_in], what each slice
     reads; the results of the plan."""
@@ -74,7 +87,7 @@ def _kernel(plan, tree, results_tree, *refs):
 
         @pl.when(program < plan.shrinking)
         def _shrink():
-            rows = TileRows(program // plan.firsts_low[-1], start_ref, rows_ref, plan.size)
+            rows = TileRows(program // plan.firsts_low[-1], start_ref, rows_ref, plan.rows)
             _shrink_all(plan, program % plan.firsts_low[-1], rows, x_ref, slices, made["lows"])
             _barrier(plan)  # all threads have written their part of low
             plgpu.atomic_add(made["counts"][0], (jnp.int32(0),), jnp.int32(1))

@@ -48,7 +48,7 @@ class Plan:
     firsts_low: tuple[int, ...]
     low: Spans  # what a program that shrinks reads of d_in: all
     n: int
-    size: int
+    rows: int  # of a product of x and A, of which a tile fills some
     interpret: bool
 
     @classmethod
@@ -74,7 +74,8 @@ class Plan:
             Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
             for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, 1))
         )
-        return cls(tile, block_n, firsts, spans, firsts_low, low, n, tiles.size, interpret)
+        rows = max(MIN_SIDE, power_of_two(tiles.size))
+        return cls(tile, block_n, firsts, spans, firsts_low, low, n, rows, interpret)
 
     @property
     def shrinking(self) -> int:

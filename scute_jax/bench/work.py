@@ -142,7 +142,7 @@ def riding_work(
             args = (same, x, Ws, parts, none, none, tiles)
             return segmented_linear(*args, implementation=op.how)
         args = (same, x, Ws, tuple(at_tiles(p, tiles.slot) for p in parts), none, none, tiles)
-        return linear_twin(*args, *op.tiles, interpret=op.interpret)
+        return linear_twin(*args, None, *op.tiles, interpret=op.interpret)
 
     def whole(state, layer):
         xs, hs = state

@@ -74,7 +74,9 @@ def _by_tile(args, tile):
     """The twin with a tile of its own."""
     xs, x, Ws, *parts, tiles = args
     parts = [tuple(at_tiles(p, tiles.slot) for p in own) for own in parts]
-    return summed(pallas_triton.segmented_linear(xs, x, Ws, *parts, tiles, tile, interpret=True))
+    return summed(
+        pallas_triton.segmented_linear(xs, x, Ws, *parts, tiles, None, tile, interpret=True)
+    )
 
 
 @pytest.mark.parametrize("dtype, share", [("float32", 1e-5), ("bfloat16", 0.02), ("float16", 3e-3)])
