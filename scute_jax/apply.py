@@ -84,7 +84,7 @@ def apply_fused(
     out_dtype: jnp.dtype | None = None,
     parts: bool = False,
     ride: bool = True,
-    count: Int[Array, "1"] | None = None,
+    count: Int[Array, "counts"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.

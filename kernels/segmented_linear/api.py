@@ -29,7 +29,7 @@ def segmented_linear(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
-    count: Int[Array, "1"] | None = None,
+    count: Int[Array, "counts"] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
@@ -45,8 +45,8 @@ def segmented_linear(
     return _OP(xs, x, weights, *parts, tiles, count, implementation=implementation)
 
 
-def zero_counts(n: int) -> tuple[Int[Array, "1"], ...]:
-    """n zeros, each an array of its own, in one launch: for n calls of `segmented_linear`."""
+def zero_counts(n: int) -> tuple[Int[Array, "counts"], ...]:
+    """Zeros for n calls of `segmented_linear`, each an array of its own, made in one launch."""
     return pallas_triton.zero_counts(n, interpret=jax.default_backend() != "gpu")
 
 

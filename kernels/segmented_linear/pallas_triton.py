@@ -11,7 +11,7 @@ A program waits for low until all programs that shrink are counted. Those wait f
 starts programs in their order, so that the wait ends.
 """
 
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
+COUNTS = 1024  # enough for 64 ranks on three slices at 80 tiles
+
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_linear(
@@ -45,35 +47,35 @@ def segmented_linear(
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
     """As the reference, in parts; all pools are at tiles."""
     (t, d_in), outs = x.shape, [W.shape[1] for W in weights]
-    tile = tile or tuned(LinearTile, rows=t, columns=sum(outs))
+    tile = tile or tuned(LinearTile, rows=t, depth=d_in, columns=sum(outs))
     plan = Plan.make(tile, d_in, outs, factors, tiles, interpret)
-    shapes = plan.results(t, outs, factors)
+    if count is None or count.shape[0] < plan.counts:
+        count = jnp.zeros((plan.counts,), jnp.int32)
+    shapes = {"counts": [count] if plan.shrinking else [], **plan.results(t, outs, factors)}
     results, results_tree = jax.tree.flatten(shapes)
     slices = list(zip(xs, weights, factors, scale, shift, strict=True))
-    zero = jnp.zeros((1,), jnp.int32) if count is None else count
-    counts = [zero] if plan.shrinking else []
-    args, tree = jax.tree.flatten((counts, tiles.start, tiles.rows, x, slices))
+    args, tree = jax.tree.flatten((shapes["counts"], tiles.start, tiles.rows, x, slices))
     made = pallas_call(
         partial(_kernel, plan, tree, results_tree),
         name="segmented_linear",
         grid=(plan.programs,),
-        out_shape=results,
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-        aliases={0: 0} if counts else {},
+        aliases={0: 0} if plan.shrinking else {},
     )(*args)
     return tuple(jax.tree.unflatten(results_tree, made)["outs"])
 
 
 @partial(jax.jit, static_argnames=("n", "interpret"))
-def zero_counts(n: int, interpret: bool) -> tuple[Int[Array, "1"], ...]:
+def zero_counts(n: int, interpret: bool) -> tuple[Int[Array, "counts"], ...]:
     def kernel(*refs):
         for ref in refs:
-            plgpu.store(ref.at[(jnp.int32(0),)], jnp.int32(0))
+            plgpu.store(ref.at[jnp.arange(COUNTS)], jnp.zeros((COUNTS,), jnp.int32))
 
-    shapes = [jax.ShapeDtypeStruct((1,), jnp.int32)] * n
-    name, how = "zero_counts", {"num_warps": 1, "num_stages": 1, "interpret": interpret}
+    shapes = [jax.ShapeDtypeStruct((COUNTS,), jnp.int32)] * n
+    name, how = "zero_counts", {"num_warps": 4, "num_stages": 1, "interpret": interpret}
     return tuple(pallas_call(kernel, name=name, grid=(1,), out_shape=shapes, **how)())
 
 
@@ -87,10 +89,9 @@ def _kernel(plan, tree, results_tree, *refs):
 
         @pl.when(program < plan.shrinking)
         def _shrink():
-            rows = TileRows(program // plan.firsts_low[-1], start_ref, rows_ref, plan.rows)
-            _shrink_all(plan, program % plan.firsts_low[-1], rows, x_ref, slices, made["lows"])
-            _barrier(plan)  # all threads have written their part of low
-            plgpu.atomic_add(made["counts"][0], (jnp.int32(0),), jnp.int32(1))
+            rows = TileRows(_tile(plan, program), start_ref, rows_ref, plan.rows)
+            _shrink_all(plan, program, rows, x_ref, slices, made)
+            _count(plan, made, 0)
 
     column = (program - plan.shrinking) % plan.firsts[-1]
     part = (program - plan.shrinking) // plan.firsts[-1]
@@ -115,29 +116,55 @@ def _kernel(plan, tree, results_tree, *refs):
                 own_block.store(made["outs"][s], own_block.low_B(own[2]))
 
 
-def _shrink_all(plan, which, rows, x_ref, slices, lows):
-    """One block of ranks of one slice, for one tile of rows."""
-    for s, ((_, _, f, _, _), low_ref) in enumerate(zip(slices, lows, strict=True)):
+def _tile(plan, program):
+    return program // plan.firsts_low[-1] % plan.n
+
+
+def _shrink_all(plan, program, rows, x_ref, slices, made):
+    """One block of ranks of one slice, one tile of rows, one part of d_in."""
+    which, part = program % plan.firsts_low[-1], program // (plan.firsts_low[-1] * plan.n)
+    for s, (_, _, f, _, _) in enumerate(slices):
         if f is None:
             continue
         block = which - plan.firsts_low[s]
 
         @pl.when((block >= 0) & (which < plan.firsts_low[s + 1]))
-        def _slice(f=f, low_ref=low_ref, s=s, block=block):
+        def _slice(f=f, s=s, block=block):
             adapter = RankBlocks(f.table, f.rank, rows.tile, f.A.shape[1], plan.low_block(f))
-            where = low_ref, rows, plan.ranks(s, f)
+            where = made["lows"][s], rows, plan.ranks(s, f)
             some = (rows.count > 0) & (adapter.rank > block * adapter.size)
+            store = partial(store_low, *where)
+            if plan.spans_low.parts > 1:
+                count = partial(_count, plan, made, 1 + rows.tile * plan.firsts_low[-1] + which)
+                store = partial(_store_part, plan, made["parts"][s], rows, part, count, store)
 
             @pl.when(some)
             def _work():
-                shrink_block(
-                    rows, adapter, block, plan.low, 0, x_ref, f.A, partial(store_low, *where)
-                )
+                shrink_block(rows, adapter, block, plan.spans_low, part, x_ref, f.A, store)
 
-            @pl.when(~some)
+            @pl.when(~some & (part == 0))
             def _nothing():
-                every = jnp.full((low_ref.shape[0],), True)
+                every = jnp.full((made["lows"][s].shape[0],), True)
                 store_zeros(*where, adapter.block(block).ranks, every)
+
+
+def _store_part(plan, parts_ref, rows, part, count, store, ranks, total):
+    """Keeps this part of a product; the last part to come stores the sum of all, in their order."""
+    at = rows.tile, rows.place[:, None], ranks[None, :]
+    plgpu.store(parts_ref.at[(part, *at)], total)
+
+    @pl.when(count() == plan.spans_low.parts - 1)
+    def _sum():
+        _barrier(plan)
+        own = (plgpu.load(parts_ref.at[(p, *at)]) for p in range(plan.spans_low.parts))
+        store(ranks, reduce(jnp.add, own))
+
+
+def _count(plan, made, i):
+    """Counts this program, and returns how many were before. All its threads have written by then;
+    what those before have written may be read after a barrier."""
+    _barrier(plan)
+    return plgpu.atomic_add(made["counts"][0], (jnp.int32(i),), jnp.int32(1))
 
 
 def _wait(plan, made):

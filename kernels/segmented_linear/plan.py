@@ -20,7 +20,7 @@ class LinearTile:
     product with B. d_in is split until there are `programs` or `most_parts`, or a part is one
     product long.
 
-    shrink_k, shrink_r: as block_k and block_r of ShrinkTile.
+    shrink_k, shrink_r, shrink_programs: as block_k, block_r and programs of ShrinkTile.
     """
 
     block_n: int = 128
@@ -30,15 +30,17 @@ class LinearTile:
     most_parts: int = 8
     shrink_k: int = 512
     shrink_r: int = 16
+    shrink_programs: int = 256
     num_warps: int = 4
     num_stages: int = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, for one of
-    n tiles. The others multiply: a block of columns of one slice and one part of d_in each, or the
-    part of low B. Slice s has the blocks from firsts[s] on, and firsts_low[s] of ranks.
+    """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, one of n
+    tiles and one part of d_in each. The others multiply: a block of columns of one slice and one
+    part of d_in each, or the part of low B. Slice s has the blocks from firsts[s] on, and
+    firsts_low[s] of ranks.
     """
 
     tile: LinearTile
@@ -46,7 +48,7 @@ class Plan:
     firsts: tuple[int, ...]
     spans: Spans
     firsts_low: tuple[int, ...]
-    low: Spans  # what a program that shrinks reads of d_in: all
+    spans_low: Spans
     n: int
     rows: int  # of a product of x and A, of which a tile fills some
     interpret: bool
@@ -70,16 +72,22 @@ class Plan:
         )
         firsts_low = tuple(accumulate(blocks, initial=0))
         wanted = min(tile.most_parts, tile.programs // firsts[-1])
-        spans, low = (
+        wanted_low = tile.shrink_programs // max(1, n * firsts_low[-1])
+        spans, spans_low = (
             Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
-            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, 1))
+            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, wanted_low))
         )
         rows = max(MIN_SIDE, power_of_two(tiles.size))
-        return cls(tile, block_n, firsts, spans, firsts_low, low, n, rows, interpret)
+        return cls(tile, block_n, firsts, spans, firsts_low, spans_low, n, rows, interpret)
 
     @property
     def shrinking(self) -> int:
-        return self.n * self.firsts_low[-1]
+        return self.n * self.firsts_low[-1] * self.spans_low.parts
+
+    @property
+    def counts(self) -> int:
+        """Counts of programs: of all that shrink, and of those for each tile and block of ranks."""
+        return 1 + self.n * self.firsts_low[-1]
 
     @property
     def apart(self) -> bool:
@@ -93,17 +101,21 @@ class Plan:
     def results(
         self, t: int, outs: Sequence[int], factors: Sequence[LowRank | None]
     ) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
-        """The count of programs that shrank, x A of each slice, and the parts of the result."""
+        """x A of each slice and its parts, and the parts of the result."""
         parts, rows = self.spans.parts + self.apart, max(MIN_SIDE, power_of_two(t))
+        widths = [None if f is None else self.ranks(s, f) for s, f in enumerate(factors)]
+        shape = jax.ShapeDtypeStruct
         return {
-            "counts": [jax.ShapeDtypeStruct((1,), "int32")] if self.shrinking else [],
             "lows": [
-                None
-                if f is None
-                else jax.ShapeDtypeStruct((rows, self.n * self.ranks(s, f)), f.B.dtype)
-                for s, f in enumerate(factors)
+                w and shape((rows, self.n * w), f.B.dtype)
+                for w, f in zip(widths, factors, strict=True)
             ],
-            "outs": [jax.ShapeDtypeStruct((parts, t, d), "float32") for d in outs],
+            "parts": [
+                w and shape((self.spans_low.parts, self.n, self.rows, w), "float32") for w in widths
+            ]
+            if self.spans_low.parts > 1
+            else [None] * len(outs),
+            "outs": [shape((parts, t, d), "float32") for d in outs],
         }
 
     def low_block(self, factors: LowRank) -> int:

@@ -81,11 +81,10 @@ def tasks(layer: Layer = LLAMA_8B, effort: Effort = Effort()) -> Iterator[Task]:
         work = partial(update_work, Load(rows, (rank,) * ADAPTERS, layer), effort)
         bucket = tuning.bucket(rows=rows, rank=rank)
         yield Task("update", rows, (ShrinkTile, ExpandTile), bucket, work)
-    for rows, groups in product((16, 64), (("qkv",), ("o", "down"), ("gate_up",))):
+    for rows, (group, (d_in, outs)) in product((16, 64), layer.groups.items()):
         load = Load(rows, (16,) * ADAPTERS, layer)
-        work = partial(riding_work, load, effort, groups=groups)
-        columns = sum(layer.groups[groups[0]][1])
-        bucket = tuning.bucket(rows=rows, columns=columns)
+        work = partial(riding_work, load, effort, groups=(group,))
+        bucket = tuning.bucket(rows=rows, depth=d_in, columns=sum(outs))
         yield Task("linear", rows, (LinearTile,), bucket, work)
     for rows in (64, *many):
         work = partial(rotate_work, Load(rows, (1,) * ADAPTERS, layer), BLOCK, effort)

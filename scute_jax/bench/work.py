@@ -125,7 +125,8 @@ def riding_work(
     adapters: bool = True,
 ) -> Work:
     """The base products of some groups (all, if none is named) with the adapters that ride on them;
-    without adapters, XLA's products alone. Its bytes are those of the weights and the factors."""
+    without adapters, the products alone: XLA's, or those of the op's tiles. Its bytes are those of
+    the weights and the factors."""
     names, tiles = list(groups) or list(load.layer.groups), load.segments().tiles
     (xs, _), stack = _update_arrays(load, 2, False)
     weights = _weights(load.layer, 2)
@@ -135,9 +136,10 @@ def riding_work(
     )
 
     def one(x, Ws, parts):
-        if not adapters:
-            return tuple(einsum("ti,io->to", x, W) for W in Ws)
         none, same = (None,) * len(Ws), (x,) * len(Ws)
+        parts = parts if adapters else none
+        if not (adapters or op.tiles):
+            return tuple(einsum("ti,io->to", x, W) for W in Ws)
         if not op.tiles:
             args = (same, x, Ws, parts, none, none, tiles)
             return segmented_linear(*args, implementation=op.how)

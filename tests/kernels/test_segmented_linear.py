@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import scute_jax as sj
 from scute_jax.kernels import at_tiles
 from scute_jax.kernels.segmented_linear import pallas_triton, segmented_linear
-from scute_jax.kernels.segmented_linear.plan import LinearTile
+from scute_jax.kernels.segmented_linear.plan import LinearTile, Plan
 
 
 def problem(rng, d_in, outs, rows, ranks, tile, dtype="float32"):
@@ -62,7 +62,9 @@ def check(forms, ids, args, got, share):
 def test_any_shape(d_in, outs, rows, size, ranks, parts, block_r, seed):
     rng = np.random.default_rng(seed)
     forms, ids, args = problem(rng, d_in, outs, rows, ranks, size)
-    tile = LinearTile(block_n=32, block_k=32, block_r=block_r, programs=99, most_parts=parts)
+    tile = LinearTile(
+        block_n=32, block_k=32, block_r=block_r, programs=99, most_parts=parts, shrink_k=32
+    )
     got = _by_tile(args, tile)
     _, x, Ws, *_ = args
     for own, W, y in zip(forms, Ws, got, strict=True):
@@ -94,45 +96,46 @@ def test_every_dtype_and_definition(dtype, share, how):
 
 
 FEW, MANY = (3, 5, 7, 16), (3, 5, 33, 16)  # ranks: a product with B holds four tiles, or one
+D_IN = {60: 1, 200: 4}  # and the parts of d_in in x A and in x W
+TILE = LinearTile(shrink_k=64)
 
 
+@pytest.mark.parametrize("d_in", D_IN)
 @pytest.mark.parametrize("ranks", [FEW, MANY])
-def test_what_a_row_does_not_use_never_reaches_it(ranks):
+def test_what_a_row_does_not_use_never_reaches_it(ranks, d_in):
     rng = np.random.default_rng(1)
-    _, ids, args = problem(rng, 96, (130,), 45, ranks, 16)
+    _, ids, args = problem(rng, d_in, (130,), 45, ranks, 16)
     xs, x, Ws, factors, scale, shift, tiles = args
-    clean = summed(segmented_linear(*args, implementation="pallas"))[0]
+    (clean,) = _by_tile(args, TILE)
     bad, row = 2, 40  # an adapter, and a row of another one
     assert ids[row] not in (-1, bad) and (ids == bad).any()
     (f,) = factors
     pages = np.asarray(f.table)[bad, : -(-ranks[bad] // 16)]
     poisoned = f.replace(A=f.A.at[pages].set(jnp.nan), B=f.B.at[pages].set(jnp.inf))
     x = x.at[row].set(jnp.nan)
-    bad_args = ((x,), x, Ws, (poisoned,), scale, shift, tiles)
-    (got,) = summed(segmented_linear(*bad_args, implementation="pallas"))
+    (got,) = _by_tile(((x,), x, Ws, (poisoned,), scale, shift, tiles), TILE)
     others = (ids != bad) & (np.arange(len(ids)) != row)
     assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others])
     assert np.isnan(np.asarray(got)[row]).all()
     assert not np.isfinite(np.asarray(got)[ids == bad]).any()
 
 
+@pytest.mark.parametrize("d_in", D_IN)
 @pytest.mark.parametrize("ranks", [FEW, MANY])
-@pytest.mark.parametrize("d_in", [60, 200])  # one part, several
 def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in):
     rng = np.random.default_rng(2)
     _, ids, args = problem(rng, d_in, (130,), 40, ranks, 16)
     xs, x, Ws, *parts, tiles = args
-    (whole,) = segmented_linear(*args, implementation="pallas")
-    assert (len(whole) > 1) == (d_in == 200)
-    whole = np.asarray(jnp.sum(whole, axis=0))
+    plan = Plan.make(TILE, d_in, [130], parts[0], tiles, True)
+    assert plan.spans.parts == plan.spans_low.parts == D_IN[d_in]
+    (whole,) = np.asarray(_by_tile(args, TILE))
     for own in range(len(ranks)):  # the rows of an adapter last, base rows before them
         keep = np.flatnonzero(ids == own)
         other = np.full(40, -1)
         other[-len(keep) :] = own
         moved = jnp.zeros_like(x).at[-len(keep) :].set(x[keep])
         tiles = sj.segments(other, 4, presorted=True, tile=16).tiles
-        args = (moved,), moved, Ws, *parts, tiles
-        (again,) = summed(segmented_linear(*args, implementation="pallas"))
+        (again,) = _by_tile(((moved,), moved, Ws, *parts, tiles), TILE)
         assert np.array_equal(np.asarray(again)[-len(keep) :], whole[keep])
 
 
