@@ -26,59 +26,73 @@ def store_zeros(low_ref, rows, width, ranks, which):
     plgpu.store(at, zeros, mask=which[:, None])
 
 
-def add_low_B(start, wait, rows, low_ref, factors, width, block_r, c):
-    """start() and the product of all rows with columns c of all B, [rows, columns] in float32,
-    once `wait` returns.
+def add_low_B(low, start, wait, ahead):
+    """start() and the product of all rows with some columns of all B, [rows, columns] in float32.
 
-    A row gets 0 times the B of others. Where that is not 0, because a B is not finite, the sum is
-    made anew from start(), so that each row adds up its own.
+    `low` is not read before `wait` returns; of B, `ahead` blocks of ranks are. A row gets 0 times
+    the B of others. Where that is not 0, because a B is not finite, the sum is made anew from
+    start(), so that each row adds up its own.
     """
-    total, used = start(), rows.tiles()
-    blocks = pl.cdiv(used * width, block_r)
+    total, first = start(), [low.B(z) for z in range(ahead)]
     wait()
+    for z, B in enumerate(first):
+        total = total + _dot(low.low(z), B)
+    total = jax.lax.fori_loop(
+        ahead, low.blocks, lambda z, total: total + _dot(low.low(z), low.B(z)), total
+    )
+    spoiled = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1)) > 0
+    return jax.lax.cond(
+        spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total
+    )
 
-    def load(z):
-        return _load(rows, low_ref, factors, width, z * block_r + jnp.arange(block_r), used, c)
 
-    def add(z, total):
-        low, B, _ = load(z)
-        return total + plgpu.dot(low, B, precision=precision(B.dtype))
+class Low:
+    """x A of all rows and some columns c of all B, in blocks of block_r ranks."""
 
-    def add_own(z, total):
-        low, B, tile = load(z)
-        first = z * block_r // width
+    def __init__(self, rows, low_ref, factors, width, block_r, c):
+        self.rows, self.low_ref, self.factors = rows, low_ref, factors
+        self.width, self.block_r, self.c, self.used = width, block_r, c, rows.tiles()
+        self.blocks = pl.cdiv(self.used * width, block_r)
+
+    def low(self, z):
+        """Block z of x A, zero past the last tile."""
+        q, (tile, _) = self._ranks(z)
+        at = self.low_ref.at[jnp.arange(self.low_ref.shape[0])[:, None], q[None, :]]
+        # The mask holds for whole tiles: with one of ranks, copies would be of one number each.
+        return plgpu.load(at, mask=(tile < self.used)[None, :], other=0.0)
+
+    def B(self, z):
+        """Block z of all B, zero where an adapter has no such rank."""
+        (_, (tile, rank)), f, page = self._ranks(z), self.factors, self.factors.A.shape[1]
+        there, (place, within) = tile < self.used, _split(rank, page)
+        held = plgpu.load(self.rows.rows_ref.at[tile], mask=there, other=0) > 0
+        own = held & (rank < plgpu.load(f.rank.at[tile], mask=there, other=0))
+        listed = there & (place < f.table.shape[1])
+        at = plgpu.load(f.table.at[tile, place], mask=listed, other=0)
+        B = f.B.at[at[:, None], within[:, None], self.c[None, :]]
+        return plgpu.load(B, mask=own[:, None] & (self.c < f.B.shape[-1])[None, :], other=0.0)
+
+    def add_own(self, z, total):
+        """total and the product of block z, tile by tile: a row takes nothing of other tiles."""
+        (_, (tile, _)), low, B = self._ranks(z), self.low(z), self.B(z)
+        of_row = self.rows.tile()
 
         def one(i, total):
             here = tile == i
             own = jnp.where(here[None, :], low, 0), jnp.where(here[:, None], B, 0)
-            added = total + plgpu.dot(*own, precision=precision(B.dtype))
-            return jnp.where((of_row == i)[:, None], added, total)
+            return jnp.where((of_row == i)[:, None], total + _dot(*own), total)
 
-        of_row = rows.tile()
-        return jax.lax.fori_loop(first, pl.cdiv((z + 1) * block_r, width), one, total)
+        first, last = z * self.block_r // self.width, (z + 1) * self.block_r
+        return jax.lax.fori_loop(first, pl.cdiv(last, self.width), one, total)
 
-    total = jax.lax.fori_loop(0, blocks, add, total)
-    spoiled = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1)) > 0
-    return jax.lax.cond(
-        spoiled, lambda: jax.lax.fori_loop(0, blocks, add_own, start()), lambda: total
-    )
+    def _ranks(self, z):
+        """The columns of block z in x A, and of each the tile and the rank in it."""
+        q = z * self.block_r + jnp.arange(self.block_r)
+        return q, _split(q, self.width)
 
 
-def _load(rows, low_ref, factors, width, q, used, c):
-    """Columns q of low, those rows of all B at columns c, and the tile of each."""
-    (tile, rank), page = _split(q, width), factors.A.shape[1]
-    there = tile < used
-    held = plgpu.load(rows.rows_ref.at[tile], mask=there, other=0) > 0
-    own = held & (rank < plgpu.load(factors.rank.at[tile], mask=there, other=0))
-    place, within = _split(rank, page)
-    listed = there & (place < factors.table.shape[1])
-    at = plgpu.load(factors.table.at[tile, place], mask=listed, other=0)
-    inside = c < factors.B.shape[-1]
-    B = factors.B.at[at[:, None], within[:, None], c[None, :]]
-    B = plgpu.load(B, mask=own[:, None] & inside[None, :], other=0.0)
-    low = low_ref.at[jnp.arange(low_ref.shape[0])[:, None], q[None, :]]
-    # A mask that holds for whole tiles: with that of the ranks, copies would be of one number each.
-    return plgpu.load(low, mask=there[None, :], other=0.0), B, tile
+def _dot(low, B):
+    return plgpu.dot(low, B, precision=precision(B.dtype))
 
 
 def _split(q, n):

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from scute_jax.kernels.pools import LowRank, Vectors
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks
-from scute_jax.kernels.segmented_linear.low import add_low_B, store_low, store_zeros
+from scute_jax.kernels.segmented_linear.low import Low, add_low_B, store_low, store_zeros
 from scute_jax.kernels.segmented_linear.plan import LinearTile, Plan
 from scute_jax.kernels.segmented_shrink.pallas_triton import shrink_block
 from scute_jax.kernels.tiles import Tiles
@@ -30,6 +30,7 @@ from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_t
 from scute_jax.kernels.tuning import tuned
 
 COUNTS = 1024  # enough for 64 ranks on three slices at 80 tiles
+AHEAD = 16384  # numbers of B that a program reads before it waits: its threads have to hold them
 
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
@@ -233,7 +234,7 @@ class _Block:
 
         if factors is None or scale is not None or self.plan.apart or each == 1:
             return ride(partial(base, 0.0))
-        turn = each * (2 + self.column % 3) // 4
+        turn = each * (1 + self.column % 3) // 4  # the shrink is done by then, mostly
         return base(ride(partial(base, 0.0, last=turn)), first=turn)
 
     def low_B(self, factors):
@@ -246,9 +247,12 @@ class _Block:
 
     def add_low_B(self, start, factors):
         """start() + low B, as soon as low is there."""
-        width, size = self.plan.ranks(self.s, factors), self.plan.tile.block_r
-        wait = partial(_wait, self.plan, self.made)
-        return add_low_B(start, wait, self.rows, self.low_ref, factors, width, size, self.c)
+        plan = self.plan
+        width, size = plan.ranks(self.s, factors), plan.tile.block_r
+        low = Low(self.rows, self.low_ref, factors, width, size, self.c)
+        most = AHEAD // (size * plan.block_n) if plan.apart else 0  # else nothing is waited for
+        ahead = min(most, pl.cdiv(plan.n * width, size))
+        return add_low_B(low, start, partial(_wait, plan, self.made), ahead)
 
     def store(self, out_ref, y):
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]
