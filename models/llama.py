@@ -18,8 +18,8 @@ from scute_jax.apply_embedding import apply_embedding
 from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
 from scute_jax.kernels import Implementation, residual_norm, rope_attention, runs_pallas
+from scute_jax.kernels.arrivals import zero_counts
 from scute_jax.kernels.residual_norm import normalised
-from scute_jax.kernels.segmented_linear import zero_counts
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
 from scute_jax.models.params import Layer, Linear, LlamaParams
@@ -84,8 +84,9 @@ def forward(
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
-    added, most = None, 4 * len(params.layers)
-    counts = iter(zero_counts(most) if runs_pallas(implementation) else [None] * most)
+    added, most = None, 8 * len(params.layers)
+    zeros = zero_counts(most) if runs_pallas(implementation) else (None,) * most
+    counts = iter(zip(zeros[::2], zeros[1::2], strict=True))
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, counts, implementation, observe)
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")
@@ -143,7 +144,7 @@ class _Sites:
                 self.observe(f"{self.prefix}.{module}.{name}", x)
         params = tuple(self._params(module, name) for name in names)
         how = {"out_dtype": jnp.float32, "parts": parts, "implementation": self.how}
-        return apply_fused(params, x, self.segments, count=next(self.counts), **how)
+        return apply_fused(params, x, self.segments, counts=next(self.counts), **how)
 
     def _params(self, module: str, name: str) -> SiteParams:
         linear: Linear = getattr(self.layer, name)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from scute_jax.entries import pass_of
 from scute_jax.kernels import (
@@ -19,6 +19,7 @@ from scute_jax.kernels import (
     shared_factors,
     sparse_update,
 )
+from scute_jax.kernels.arrivals import Counts
 from scute_jax.kernels.pools import most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.segmented_linear import MOST_RANKS, suits
@@ -84,7 +85,7 @@ def apply_fused(
     out_dtype: jnp.dtype | None = None,
     parts: bool = False,
     ride: bool = True,
-    count: Int[Array, "counts"] | None = None,
+    counts: tuple[Counts | None, Counts | None] = (None, None),
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
@@ -94,7 +95,7 @@ def apply_fused(
     tokens past the base's vocabulary, -inf for adapters that do not have them. With `parts`, the
     results have a first axis over which the caller has to add them up. Without `ride`, XLA takes
     the base product by itself (it reads a transposed W as it lies, a kernel would need a copy).
-    `count` is as that of `segmented_linear`.
+    `counts` are those of `segmented_linear` and `shared_factors`.
     """
     _check(params, x, seg)
     x = seg.sort(x)
@@ -107,16 +108,19 @@ def apply_fused(
     if rides:
         weights, none = tuple(site.W for site in params), [(None,) * len(params)] * 3
         own = riding if light else none
-        h = segmented_linear(xs, x, weights, *own, seg.tiles, count, implementation=how)
+        h = segmented_linear(xs, x, weights, *own, seg.tiles, counts[0], implementation=how)
         if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
-        h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
+        if not light:
+            h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
     else:
         h = tuple(_base(site, x_i, dtype) for site, x_i in zip(params, xs, strict=True))
         h = tuple(_turned_out(s, h_i, seg, how) for s, h_i in zip(slots, h, strict=True))
     if not light:
         h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
-    h = shared_factors(h, x, tuple(s.shared for s in slots), seg.slot, implementation=how)
+    shared = tuple(s.shared for s in slots)
+    h = shared_factors(h, x, shared, seg.slot, counts[1], implementation=how)
+    h = tuple(h_i.astype(dtype) for h_i in h)
     y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
     y = tuple(seg.unsort(y_i) for y_i in y)
     return tuple(y_i[None] for y_i in y) if parts else y

@@ -1,8 +1,3 @@
-from scute_jax.kernels.segmented_linear.api import (
-    MOST_RANKS,
-    segmented_linear,
-    suits,
-    zero_counts,
-)
+from scute_jax.kernels.segmented_linear.api import MOST_RANKS, segmented_linear, suits
 
-__all__ = ["MOST_RANKS", "segmented_linear", "suits", "zero_counts"]
+__all__ = ["MOST_RANKS", "segmented_linear", "suits"]

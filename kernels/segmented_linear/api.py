@@ -1,9 +1,9 @@
 """x W * s + b + (x A) B: the product with frozen weights and what adapters do to it, in one."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from scute_jax.kernels.arrivals import Counts
 from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import LowRank, Vectors, at_tiles
 from scute_jax.kernels.precision import einsum
@@ -29,7 +29,7 @@ def segmented_linear(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
-    count: Int[Array, "counts"] | None = None,
+    counts: Counts | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
@@ -37,20 +37,15 @@ def segmented_linear(
 
     `xs` has the x' of each slice, x after its input transform. Rows in no tile get x' W. As
     `segmented_update` of x' W, without rounding it in between. The caller adds up the parts, which
-    can cost it nothing; the gradient takes that for granted. `count` is one of `zero_counts`, for
+    can cost it nothing; the gradient takes that for granted. `counts` is one of `zero_counts`, for
     this call alone; without, it is made here, in a launch of its own. Source: x W plus the SGMV of
     Punica (arXiv:2310.18547), with ragged ranks in pages. Dtypes: all in float32.
     """
     parts = (tuple(at_tiles(p, tiles.slot) for p in own) for own in (factors, scale, shift))
-    return _OP(xs, x, weights, *parts, tiles, count, implementation=implementation)
+    return _OP(xs, x, weights, *parts, tiles, counts, implementation=implementation)
 
 
-def zero_counts(n: int) -> tuple[Int[Array, "counts"], ...]:
-    """Zeros for n calls of `segmented_linear`, each an array of its own, made in one launch."""
-    return pallas_triton.zero_counts(n, interpret=jax.default_backend() != "gpu")
-
-
-def _reference(xs, x, weights, factors, scale, shift, tiles, count):
+def _reference(xs, x, weights, factors, scale, shift, tiles, counts):
     h = tuple(einsum("ti,io->to", own, W) for own, W in zip(xs, weights, strict=True))
     h = segmented_update(h, x, factors, scale, shift, tiles, implementation="reference")
     return tuple(y[None] for y in h)

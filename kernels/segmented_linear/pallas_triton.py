@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from scute_jax.kernels.arrivals import Counts, arrive, barrier, enough, wait
 from scute_jax.kernels.pools import LowRank, Vectors
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.rank_blocks import RankBlocks
@@ -29,7 +30,6 @@ from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
-COUNTS = 1024  # enough for 64 ranks on three slices at 80 tiles
 AHEAD = 16384  # numbers of B that a program reads before it waits: its threads have to hold them
 
 
@@ -42,7 +42,7 @@ def segmented_linear(
     scale: tuple[Vectors | None, ...],
     shift: tuple[Vectors | None, ...],
     tiles: Tiles,
-    count: Int[Array, "1"] | None = None,
+    counts: Counts | None = None,
     tile: LinearTile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "parts t d_out"], ...]:
@@ -50,12 +50,11 @@ def segmented_linear(
     (t, d_in), outs = x.shape, [W.shape[1] for W in weights]
     tile = tile or tuned(LinearTile, rows=t, depth=d_in, columns=sum(outs))
     plan = Plan.make(tile, d_in, outs, factors, tiles, interpret)
-    if count is None or count.shape[0] < plan.counts:
-        count = jnp.zeros((plan.counts,), jnp.int32)
-    shapes = {"counts": [count] if plan.shrinking else [], **plan.results(t, outs, factors)}
+    counted = [enough(counts, plan.counts)] if plan.shrinking else []
+    shapes = {"counts": counted, **plan.results(t, outs, factors)}
     results, results_tree = jax.tree.flatten(shapes)
     slices = list(zip(xs, weights, factors, scale, shift, strict=True))
-    args, tree = jax.tree.flatten((shapes["counts"], tiles.start, tiles.rows, x, slices))
+    args, tree = jax.tree.flatten((counted, tiles.start, tiles.rows, x, slices))
     made = pallas_call(
         partial(_kernel, plan, tree, results_tree),
         name="segmented_linear",
@@ -67,17 +66,6 @@ def segmented_linear(
         aliases={0: 0} if plan.shrinking else {},
     )(*args)
     return tuple(jax.tree.unflatten(results_tree, made)["outs"])
-
-
-@partial(jax.jit, static_argnames=("n", "interpret"))
-def zero_counts(n: int, interpret: bool) -> tuple[Int[Array, "counts"], ...]:
-    def kernel(*refs):
-        for ref in refs:
-            plgpu.store(ref.at[jnp.arange(COUNTS)], jnp.zeros((COUNTS,), jnp.int32))
-
-    shapes = [jax.ShapeDtypeStruct((COUNTS,), jnp.int32)] * n
-    name, how = "zero_counts", {"num_warps": 4, "num_stages": 1, "interpret": interpret}
-    return tuple(pallas_call(kernel, name=name, grid=(1,), out_shape=shapes, **how)())
 
 
 def _kernel(plan, tree, results_tree, *refs):
@@ -92,7 +80,7 @@ def _kernel(plan, tree, results_tree, *refs):
         def _shrink():
             rows = TileRows(_tile(plan, program), start_ref, rows_ref, plan.rows)
             _shrink_all(plan, program, rows, x_ref, slices, made)
-            _count(plan, made, 0)
+            arrive(made["counts"][0], 0, plan.interpret)
 
     column = (program - plan.shrinking) % plan.firsts[-1]
     part = (program - plan.shrinking) // plan.firsts[-1]
@@ -136,7 +124,7 @@ def _shrink_all(plan, program, rows, x_ref, slices, made):
             some = (rows.count > 0) & (adapter.rank > block * adapter.size)
             store = partial(store_low, *where)
             if plan.spans_low.parts > 1:
-                count = partial(_count, plan, made, 1 + rows.tile * plan.firsts_low[-1] + which)
+                count = made["counts"][0], 1 + rows.tile * plan.firsts_low[-1] + which
                 store = partial(_store_part, plan, made["parts"][s], rows, part, count, store)
 
             @pl.when(some)
@@ -154,36 +142,11 @@ def _store_part(plan, parts_ref, rows, part, count, store, ranks, total):
     at = rows.tile, rows.place[:, None], ranks[None, :]
     plgpu.store(parts_ref.at[(part, *at)], total)
 
-    @pl.when(count() == plan.spans_low.parts - 1)
+    @pl.when(arrive(*count, plan.interpret) == plan.spans_low.parts - 1)
     def _sum():
-        _barrier(plan)
+        barrier(plan.interpret)
         own = (plgpu.load(parts_ref.at[(p, *at)]) for p in range(plan.spans_low.parts))
         store(ranks, reduce(jnp.add, own))
-
-
-def _count(plan, made, i):
-    """Counts this program, and returns how many were before. All its threads have written by then;
-    what those before have written may be read after a barrier."""
-    _barrier(plan)
-    return plgpu.atomic_add(made["counts"][0], (jnp.int32(i),), jnp.int32(1))
-
-
-def _wait(plan, made):
-    """Returns when all programs that shrink are counted, and their low may be read."""
-    (counts_ref,) = made["counts"]
-
-    def look(_):
-        return plgpu.load(counts_ref.at[(jnp.int32(0),)], volatile=True)
-
-    seen = jax.lax.while_loop(lambda seen: seen < plan.shrinking, look, jnp.int32(0))
-    # Adds 0, so written that the loop stays; acquires what was written before the count.
-    plgpu.atomic_add(counts_ref, (jnp.int32(0),), jnp.minimum(seen, 0))
-    _barrier(plan)
-
-
-def _barrier(plan):
-    if not plan.interpret:
-        plgpu.debug_barrier()
 
 
 class _Rows:
@@ -252,7 +215,9 @@ class _Block:
         low = Low(self.rows, self.low_ref, factors, width, size, self.c)
         most = AHEAD // (size * plan.block_n) if plan.apart else 0  # else nothing is waited for
         ahead = min(most, pl.cdiv(plan.n * width, size))
-        return add_low_B(low, start, partial(_wait, plan, self.made), ahead)
+        (counts_ref,) = self.made["counts"]
+        shrunk = partial(wait, counts_ref, 0, plan.shrinking, plan.interpret)
+        return add_low_B(low, start, shrunk, ahead)
 
     def store(self, out_ref, y):
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]

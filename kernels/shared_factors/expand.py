@@ -1,9 +1,12 @@
 """The second half of the shared factors on Pallas' Triton backend: h + (low B) * e.
 
 All items of a block of rows (the pairs of its terms) are one loop. With one term e is taken after
-it, and with one pair nothing of it is selected: what a row does not use is not stored. With more
-terms, lookups are two steps and e is one step ahead of the product that they are for.
+it, and with one pair nothing of it is selected before the end. With more terms, lookups are two
+steps and e is one step ahead of the product that they are for. Rows without terms are stored where
+h is in parts, which are summed here; else they lie in the result.
 """
+
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +20,8 @@ EARLY = 32  # numbers of h that a thread may hold during the products
 
 
 def expand_kernel(tree, firsts, size, block_n, block_q, warps, *refs):
-    """The arguments flattened as `tree` says: per slice h [t, d_out], per slice low, per slice
-    Lookup and Shared; the new h per slice. Slice s has the columns from block firsts[s] on."""
+    """The arguments flattened as `tree` says: per slice h [t, d_out] or its parts, low, Lookup
+    and Shared; the new h per slice. Slice s has the columns from block firsts[s] on."""
     hs, lows, lookups, pools = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     block, column = pl.program_id(0), pl.program_id(1)
     slices = zip(hs, lows, lookups, pools, refs[tree.num_leaves :], strict=True)
@@ -79,9 +82,20 @@ class _Part:
         mask = held[:, None] & self.there[None, :]
         return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-    def store(self, out_ref, y, held):
+    def h(self, ref):
+        """These rows and columns of h."""
+        held = self.at < ref.shape[-2]
+        if len(ref.shape) == 2:
+            return self.columns(ref, self.at, held)
+        parts = (self.columns(ref.at[p], self.at, held) for p in range(ref.shape[0]))
+        return reduce(jnp.add, parts)
+
+    def store(self, h_ref, out_ref, h, y, changed):
+        """y for rows that changed, h for the others."""
+        if len(h_ref.shape) == 3:
+            y, changed = jnp.where(changed[:, None], y, h), self.at < out_ref.shape[0]
         at = out_ref.at[self.at[:, None], self.c[None, :]]
-        plgpu.store(at, y.astype(out_ref.dtype), mask=held[:, None] & self.there[None, :])
+        plgpu.store(at, y.astype(out_ref.dtype), mask=changed[:, None] & self.there[None, :])
 
     def _ranks(self, b):
         return b * self.block_q + jnp.arange(self.block_q)
@@ -94,9 +108,6 @@ def _one_term(part, h_ref, out_ref, early):
     item = None if part.one_pair else part.rows(lookup.item, j)
     mine, steps = entry >= 0, pl.cdiv(most, part.block_q)
 
-    def h():
-        return part.columns(h_ref, part.at, mine)
-
     def e():
         return part.columns(part.shared.e, entry, mine)
 
@@ -108,15 +119,17 @@ def _one_term(part, h_ref, out_ref, early):
         added = total + part.product(j, b, rank, part.pages(j, k, b, rank))
         return jnp.where((item == k)[:, None], added, total)
 
-    @pl.when(count > 0)
+    @pl.when((count > 0) | (len(h_ref.shape) == 3))
     def _work():
-        riding = (h(), e()) if early else None
+        riding = (part.h(h_ref), e()) if early else None
         total = jax.lax.fori_loop(0, count * steps, step, part.zero)
-        if riding is not None:
-            part.store(out_ref, riding[0] + total * riding[1], mine)
-        else:
+        if riding is None:
             total = total * e()
-            part.store(out_ref, h() + total, mine)
+            h = part.h(h_ref)
+            part.store(h_ref, out_ref, h, h + total, mine)
+        else:
+            h, own = riding
+            part.store(h_ref, out_ref, h, h + total * own, mine)
 
 
 def _terms(part, h_ref, out_ref):
@@ -161,8 +174,15 @@ def _terms(part, h_ref, out_ref):
 
     @pl.when(total > 0)
     def _work():
-        y = part.columns(h_ref, part.at, part.at < h_ref.shape[0])
+        h = part.h(h_ref)
         shares, entry = jnp.zeros(part.at.shape, jnp.bool_), entries(0)
-        carry = y, shares, factor(0), (entry, vectors(entry)), entries(1)
+        carry = h, shares, factor(0), (entry, vectors(entry)), entries(1)
         y, shares, *_ = jax.lax.fori_loop(0, total, step, carry)
-        part.store(out_ref, y, shares)
+        part.store(h_ref, out_ref, h, y, shares)
+
+    if len(h_ref.shape) == 3:
+
+        @pl.when(total == 0)
+        def _nothing():
+            h = part.h(h_ref)
+            part.store(h_ref, out_ref, h, h, part.at < 0)
