@@ -76,9 +76,9 @@ class _Part:
         )
         return plgpu.dot(low, B, precision=precision(B.dtype))
 
-    def columns(self, ref, row, held):
-        """These columns of some rows, in float32."""
-        at = ref.at[row[:, None], self.c[None, :]]
+    def columns(self, ref, row, held, *first):
+        """These columns of some rows, in float32; behind a first index, if there is one."""
+        at = ref.at[(*first, row[:, None], self.c[None, :])]
         mask = held[:, None] & self.there[None, :]
         return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
@@ -87,7 +87,7 @@ class _Part:
         held = self.at < ref.shape[-2]
         if len(ref.shape) == 2:
             return self.columns(ref, self.at, held)
-        parts = (self.columns(ref.at[p], self.at, held) for p in range(ref.shape[0]))
+        parts = (self.columns(ref, self.at, held, p) for p in range(ref.shape[0]))
         return reduce(jnp.add, parts)
 
     def store(self, h_ref, out_ref, h, y, changed):

@@ -105,7 +105,8 @@ def test_shared_factors(dtype, h_dtype, with_u):
     vector = zeros(dtype, 4, D)
     u = vector if with_u else None
     shared = Shared(low_rank(dtype), zeros(dtype, 4, 32), vector, u, row, row)
-    lowers(shared_factors, (h, h), x, (shared, shared), slot)
+    in_parts = jnp.zeros((3, *h.shape), jnp.float32)
+    lowers(shared_factors, (h, in_parts), x, (shared, shared), slot)
 
 
 @mixes
