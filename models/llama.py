@@ -84,9 +84,8 @@ def forward(
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
-    added, most = None, 8 * len(params.layers)
-    zeros = zero_counts(most) if runs_pallas(implementation) else (None,) * most
-    counts = iter(zip(zeros[::2], zeros[1::2], strict=True))
+    added, most = None, 4 * len(params.layers)
+    counts = iter(zero_counts(most) if runs_pallas(implementation) else (None,) * most)
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, counts, implementation, observe)
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")

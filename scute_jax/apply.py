@@ -85,7 +85,7 @@ def apply_fused(
     out_dtype: jnp.dtype | None = None,
     parts: bool = False,
     ride: bool = True,
-    counts: tuple[Counts | None, Counts | None] = (None, None),
+    counts: Counts | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*parts t d_out"], ...]:
     """`apply_normal_form` for sites that read the same x (q, k, v or gate, up): fewer launches.
@@ -95,7 +95,7 @@ def apply_fused(
     tokens past the base's vocabulary, -inf for adapters that do not have them. With `parts`, the
     results have a first axis over which the caller has to add them up. Without `ride`, XLA takes
     the base product by itself (it reads a transposed W as it lies, a kernel would need a copy).
-    `counts` are those of `segmented_linear` and `shared_factors`.
+    `counts` are those of `segmented_linear`.
     """
     _check(params, x, seg)
     x = seg.sort(x)
@@ -108,7 +108,7 @@ def apply_fused(
     if rides:
         weights, none = tuple(site.W for site in params), [(None,) * len(params)] * 3
         own = riding if light else none
-        h = segmented_linear(xs, x, weights, *own, seg.tiles, counts[0], implementation=how)
+        h = segmented_linear(xs, x, weights, *own, seg.tiles, counts, implementation=how)
         if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
         if not light:
@@ -119,7 +119,7 @@ def apply_fused(
     if not light:
         h = segmented_update(h, x, *riding, seg.tiles, implementation=how)
     shared = tuple(s.shared for s in slots)
-    h = shared_factors(h, x, shared, seg.slot, counts[1], implementation=how)
+    h = shared_factors(h, x, shared, seg.slot, implementation=how)
     h = tuple(h_i.astype(dtype) for h_i in h)
     y = tuple(_extend(h_i, x, s, seg, how) for h_i, s in zip(h, slots, strict=True))
     y = tuple(seg.unsort(y_i) for y_i in y)

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.arrivals import Counts
 from scute_jax.kernels.dispatch import Implementation, Op
 from scute_jax.kernels.pools import Shared
 from scute_jax.kernels.shared_factors import pallas_triton, reference
@@ -14,27 +13,25 @@ def shared_factors(
     x: Float[Array, "t d_in"],
     shared: tuple[Shared | None, ...],
     slot: Int[Array, "t"],
-    counts: Counts | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "t d_out"], ...]:
     """For each slice of a fused layer: h plus the shared terms of each row's adapter.
 
     An h in parts is their sum. A slice whose `shared` is None keeps its h. See reference.py for the
-    definition. `counts` is one of `zero_counts`, for this call alone. Differentiable in h, x and
-    every pool.
+    definition. Differentiable in h, x and every pool.
     """
     live = [s for s, own in enumerate(shared) if own is not None]
     h = tuple(_sum(part) if own is None else part for part, own in zip(h, shared, strict=True))
     if not live:
         return h
     pools = tuple(own for own in shared if own is not None)
-    outs = _OP(tuple(h[s] for s in live), x, pools, slot, counts, implementation=implementation)
+    outs = _OP(tuple(h[s] for s in live), x, pools, slot, implementation=implementation)
     new = dict(zip(live, outs, strict=True))
     return tuple(new.get(s, part) for s, part in enumerate(h))
 
 
-def _reference(h, x, shared, slot, counts):
+def _reference(h, x, shared, slot):
     return tuple(
         reference.shared_factors(_sum(part), x, own, slot)
         for part, own in zip(h, shared, strict=True)

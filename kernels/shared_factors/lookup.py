@@ -19,6 +19,7 @@ class Lookup:
     """
 
     entry: Int[Array, "j t"]  # of the row, or -1
+    rank: Int[Array, "j t"]  # of the row's pair, or 0
     item: Int[Array, "j t"]  # which of its block's is the row's pair, or -1
     count: Int[Array, "n j"]  # items of a block
     most: Int[Array, "n j"]  # ranks of the largest item
@@ -34,7 +35,7 @@ class Lookup:
 
         of_rows, of_blocks = ints(terms, blocks * size), ints(blocks, terms)
         items = ints(blocks, terms, min(num_pairs, size), 1 + pages)
-        return Lookup(of_rows, of_rows, of_blocks, of_blocks, items)  # type: ignore[arg-type]
+        return Lookup(of_rows, of_rows, of_rows, of_blocks, of_blocks, items)  # type: ignore[arg-type]
 
 
 class BlockPairs:
@@ -67,8 +68,10 @@ class BlockPairs:
     def write(self, lookup):
         """Stores all of it."""
         rank_ref, table_ref = self.shared.pairs.rank, self.shared.pairs.table
-        pages, rank = table_ref.shape[1], self.ranks()
+        pages = table_ref.shape[1]
+        rank = plgpu.load(rank_ref.at[self.pair], mask=self.pair >= 0, other=0)
         plgpu.store(lookup.entry.at[self.j, self.at], self.entry)
+        plgpu.store(lookup.rank.at[self.j, self.at], rank)
         if self.num_pairs > 1:
             plgpu.store(lookup.item.at[self.j, self.at], self.item)
         lookup.count[self.block, self.j] = self.count
@@ -84,10 +87,6 @@ class BlockPairs:
             plgpu.store(at, own, mask=place <= pages)
 
         self.each(write_item)
-
-    def ranks(self):
-        """The rank of the pair of each row, 0 for rows without one."""
-        return plgpu.load(self.shared.pairs.rank.at[self.pair], mask=self.pair >= 0, other=0)
 
     def _least(self, among):
         """The smallest pair of these rows."""

@@ -1,9 +1,9 @@
-"""The shared-factor route on Pallas' Triton backend: two launches over the whole batch.
+"""The shared-factor route on Pallas' Triton backend: two or three launches over the whole batch.
 
 Rows are taken in blocks as they come, whatever adapters they use: a block reads a pair once if one
-of its rows uses it. The shrink (shrink.py) leaves ((x * u) A) * d in the dtype of B. It also leaves
-what it looked up, so that the expand (expand.py) finds everything by one read: its inner loop is
-two reads and a product.
+of its rows uses it. The shrink (shrink.py) leaves ((x * u) A) * d in the dtype of B; where d_in is
+split, a launch of its own adds up the parts. It also leaves what it looked up, so that the expand
+(expand.py) finds everything by one read: its inner loop is two reads and a product.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from scute_jax.kernels.arrivals import Counts, enough
 from scute_jax.kernels.pools import Shared
 from scute_jax.kernels.shared_factors.expand import expand_kernel
 from scute_jax.kernels.shared_factors.lookup import Lookup
-from scute_jax.kernels.shared_factors.shrink import shrink_kernel
+from scute_jax.kernels.shared_factors.shrink import shrink_kernel, sum_kernel
 from scute_jax.kernels.spans import Spans
 from scute_jax.kernels.triton import MIN_SIDE, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
 MIN_COLUMNS = 32  # of a program: the shortest piece of a row that memory reads at once
+SUMMED = 8  # rows of a program that adds up parts
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,13 @@ def shared_factors(
     x: Float[Array, "t d_in"],
     shared: tuple[Shared, ...],
     slot: Int[Array, "t"],
-    counts: Counts | None = None,
     tile: SharedTile | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "t d_out"], ...]:
     """As the reference; every slice has shared terms."""
     tile = tile or tuned(SharedTile, rows=x.shape[0], rank=max(own.d.shape[1] for own in shared))
     size = min(tile.rows, max(MIN_SIDE, power_of_two(x.shape[0])))
-    lows, lookups = _shrink(x, shared, slot, counts, tile, size, interpret)
+    lows, lookups = _shrink(x, shared, slot, tile, size, interpret)
     blocks = pl.cdiv(x.shape[0], size)
     widths = [part.shape[-1] for part in h]
     block_n = _columns(tile, widths, blocks)
@@ -84,13 +83,7 @@ def shared_factors(
 
 
 def _shrink(
-    x: Array,
-    shared: tuple[Shared, ...],
-    slot: Array,
-    counts: Counts | None,
-    tile: SharedTile,
-    size: int,
-    interpret: bool,
+    x: Array, shared: tuple[Shared, ...], slot: Array, tile: SharedTile, size: int, interpret: bool
 ) -> tuple[tuple[Array, ...], tuple[Lookup, ...]]:
     """For each slice ((x * u) A) * d [terms, rows, r], and what was looked up on the way."""
     t, d_in = x.shape
@@ -99,34 +92,39 @@ def _shrink(
     whole = max(block_r, _ranks(_depth(tile.block_q, x), shared))
     ranks = [whole * pl.cdiv(own.d.shape[1], whole) for own in shared]
     terms = [own.row.shape[1] for own in shared]
-    firsts = tuple(
-        accumulate((j * r // block_r for j, r in zip(terms, ranks, strict=True)), initial=0)
-    )
-    wanted = min(tile.most_parts, pl.cdiv(tile.programs, blocks * firsts[-1]))
+    counts = [j * r // block_r for j, r in zip(terms, ranks, strict=True)]
+    wanted = min(tile.most_parts, pl.cdiv(tile.programs, blocks * sum(counts)))
     spans = Spans.cut(d_in, min(_depth(tile.block_k, x), power_of_two(d_in)), wanted)
+    how = {"num_warps": tile.num_warps, "interpret": interpret}
+    flat, tree = jax.tree.flatten((slot, x, shared))
+    firsts = tuple(accumulate(counts, initial=0))
     shapes = [(j, blocks * size, r) for j, r in zip(terms, ranks, strict=True)]
-    lows = [
+    rounded = [
         jax.ShapeDtypeStruct(shape, own.pairs.B.dtype)
         for shape, own in zip(shapes, shared, strict=True)
     ]
-    parts, counted = [None] * len(shared), []
-    if spans.parts > 1:
-        parts = [jax.ShapeDtypeStruct((spans.parts, *shape), jnp.float32) for shape in shapes]
-        counted = [enough(counts, firsts[-1] * blocks)]
+    parts = [jax.ShapeDtypeStruct((spans.parts, *shape), jnp.float32) for shape in shapes]
     lookups = [Lookup.shapes(own, blocks, size) for own in shared]
-    flat, tree = jax.tree.flatten((counted, slot, x, shared))
-    out_shape, out_tree = jax.tree.flatten((counted, lows, parts, lookups))
+    out_shape, out_tree = jax.tree.flatten((rounded if spans.parts == 1 else parts, lookups))
     outs = pallas_call(
-        partial(shrink_kernel, tree, out_tree, firsts, size, spans, block_r, interpret),
+        partial(shrink_kernel, tree, out_tree, firsts, size, spans, block_r),
         name="shared_shrink",
-        grid=(firsts[-1], blocks, spans.parts),
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in out_shape],
-        aliases={0: 0} if counted else {},
-        num_warps=tile.num_warps,
+        grid=(sum(counts), blocks, spans.parts),
+        out_shape=out_shape,
         num_stages=tile.num_stages,
-        interpret=interpret,
+        **how,
     )(*flat)
-    _, lows, _, lookups = jax.tree.unflatten(out_tree, outs)
+    lows, lookups = jax.tree.unflatten(out_tree, outs)
+    if spans.parts > 1:
+        flat, tree = jax.tree.flatten((lows, lookups, [own.d for own in shared]))
+        lows = pallas_call(
+            partial(sum_kernel, tree, firsts, SUMMED, block_r),
+            name="shared_sum",
+            grid=(sum(counts), blocks * size // SUMMED),
+            out_shape=rounded,
+            num_stages=1,
+            **how,
+        )(*flat)
     return tuple(lows), tuple(lookups)
 
 

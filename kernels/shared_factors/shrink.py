@@ -7,42 +7,30 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from scute_jax.kernels.arrivals import arrive, barrier
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.shared_factors.lookup import BlockPairs
 
 
-def shrink_kernel(tree, out_tree, firsts, size, spans, block_r, interpret, *refs):
-    """The arguments flattened as `tree` says: counts, slot [t], x [t, d_in], per slice Shared; the
-    results as `out_tree` says: counts, per slice low, its parts and Lookup. Slice s has programs
-    from firsts[s] on: a block of ranks of a term each. Where d_in is split, the last part of such a
-    block to come adds them up, in their order."""
-    _, slot_ref, x_ref, pools = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    counts, *results = jax.tree.unflatten(out_tree, refs[tree.num_leaves :])
+def shrink_kernel(tree, out_tree, firsts, size, spans, block_r, *refs):
+    """The arguments flattened as `tree` says: slot [t], x [t, d_in], per slice Shared; the results
+    as `out_tree` says: per slice low, per slice Lookup. Slice s has the programs from firsts[s] on:
+    a block of ranks of a term each. Where d_in is in one part, low is scaled and rounded."""
+    slot_ref, x_ref, pools = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    lows, lookups = jax.tree.unflatten(out_tree, refs[tree.num_leaves :])
     which, block, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    for s, (shared, low_ref, parts_ref, lookup) in enumerate(zip(pools, *results, strict=True)):
+    for s, (shared, low_ref, lookup) in enumerate(zip(pools, lows, lookups, strict=True)):
 
         @pl.when((which >= firsts[s]) & (which < firsts[s + 1]))
-        def _slice(shared=shared, low=low_ref, parts=parts_ref, lookup=lookup, first=firsts[s]):
-            per_term = low.shape[-1] // block_r
+        def _slice(shared=shared, low_ref=low_ref, lookup=lookup, first=firsts[s]):
+            per_term = low_ref.shape[-1] // block_r
             j, b = (which - first) // per_term, (which - first) % per_term
-            of_block = slot_ref, block, size, j
-            rows = _shrink(shared, of_block, b, block_r, part, spans, x_ref, low, parts, lookup)
-            if parts is None:
-                return
-
-            @pl.when(rows.count > 0)
-            def _arrive():
-                i = which * pl.num_programs(1) + block
-
-                @pl.when(arrive(counts[0], i, interpret) == spans.parts - 1)
-                def _sum():
-                    barrier(interpret)
-                    _store_sum(shared, rows, j, b * block_r + jnp.arange(block_r), parts, low)
+            _shrink(
+                shared, j, b, part, spans, block_r, x_ref, low_ref, lookup, slot_ref, block, size
+            )
 
 
-def _shrink(shared, of_block, b, block_r, part, spans, x_ref, low_ref, parts_ref, lookup):
-    """The products of a block of rows with a block of ranks, pair by pair. Returns the pairs."""
+def _shrink(shared, j, b, part, spans, block_r, x_ref, low_ref, lookup, slot_ref, block, size):
+    """The products of a block of rows with a block of ranks, pair by pair."""
     A_ref, table_ref, rank_ref = shared.pairs.A, shared.pairs.table, shared.pairs.rank
     page, q = A_ref.shape[1], b * block_r + jnp.arange(block_r)
 
@@ -52,7 +40,7 @@ def _shrink(shared, of_block, b, block_r, part, spans, x_ref, low_ref, parts_ref
 
     # Where there is one pair, this waits for none of what the rows have.
     found = find(0) if rank_ref.shape[0] == 1 else None
-    rows = BlockPairs(shared, *of_block)
+    rows = BlockPairs(shared, slot_ref, block, size, j)
     pl.when((b == 0) & (part == 0))(lambda: rows.write(lookup))
 
     def work(_, p):
@@ -74,31 +62,47 @@ def _shrink(shared, of_block, b, block_r, part, spans, x_ref, low_ref, parts_ref
             )
             return total + plgpu.dot(xs, a, trans_b=True, precision=precision(xs.dtype))
 
-        zero = jnp.zeros((rows.at.shape[0], block_r), jnp.float32)
-        here = rows.j, rows.at[:, None], q[None, :]
-        if parts_ref is not None:  # ranks past the last block that the pair has are not read
+        zero = jnp.zeros((size, block_r), jnp.float32)
+        here = rows.at[:, None], q[None, :]
+        if spans.parts > 1:  # ranks past the last block that the pair has are not read
 
             @pl.when(b * block_r < rank)
             def _product():
                 total = spans.total(product, zero)
-                plgpu.store(parts_ref.at[part, *here], total, mask=uses[:, None])
+                plgpu.store(low_ref.at[part, j, *here], total, mask=uses[:, None])
 
             return
         # Where the pair has no such ranks, the expand reads zeros.
         total = jax.lax.cond(b * block_r < rank, lambda: spans.total(product, zero), lambda: zero)
         ranks = jnp.where(uses, rank, 0)
         low = _scaled(total, shared.d, rows.entry, ranks, q).astype(low_ref.dtype)
-        plgpu.store(low_ref.at[here], low, mask=uses[:, None])
+        plgpu.store(low_ref.at[j, *here], low, mask=uses[:, None])
 
     rows.each(work)
-    return rows
 
 
-def _store_sum(shared, rows, j, q, parts_ref, low_ref):
-    here = j, rows.at[:, None], q[None, :]
-    own = (plgpu.load(parts_ref.at[p, *here]) for p in range(parts_ref.shape[0]))
-    low = _scaled(reduce(jnp.add, own), shared.d, rows.entry, rows.ranks(), q)
-    plgpu.store(low_ref.at[here], low.astype(low_ref.dtype))
+def sum_kernel(tree, firsts, size, block_r, *refs):
+    """The arguments flattened as `tree` says: per slice the parts of low, Lookup and d; per slice
+    low. Slice s has the programs from firsts[s] on: a block of ranks of a term each."""
+    all_parts, lookups, ds = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    which, at = pl.program_id(0), pl.program_id(1) * size + jnp.arange(size)
+    slices = zip(all_parts, lookups, ds, refs[tree.num_leaves :], strict=True)
+    for s, (parts, lookup, d_ref, low_ref) in enumerate(slices):
+
+        @pl.when((which >= firsts[s]) & (which < firsts[s + 1]))
+        def _slice(parts=parts, lookup=lookup, d_ref=d_ref, low_ref=low_ref, first=firsts[s]):
+            per_term = low_ref.shape[-1] // block_r
+            j, b = (which - first) // per_term, (which - first) % per_term
+            q = b * block_r + jnp.arange(block_r)
+            entry = plgpu.load(lookup.entry.at[j, at])
+            ranks = plgpu.load(lookup.rank.at[j, at])
+
+            @pl.when(jnp.max(entry) >= 0)
+            def _work():
+                here = j, at[:, None], q[None, :]
+                own = (plgpu.load(parts.at[p, *here]) for p in range(parts.shape[0]))
+                low = _scaled(reduce(jnp.add, own), d_ref, entry, ranks, q)
+                plgpu.store(low_ref.at[here], low.astype(low_ref.dtype))
 
 
 def _scaled(total, d_ref, entry, ranks, q):

@@ -192,7 +192,7 @@ def shared_work(load: Load, effort: Effort, op: Op = Op()) -> Work:  # noqa: B00
     def one(h, x, shared):
         if not op.tiles:
             return shared_factors(h, x, shared, slot, implementation=op.how)
-        return shared_twin(h, x, shared, slot, None, *op.tiles, interpret=op.interpret)
+        return shared_twin(h, x, shared, slot, *op.tiles, interpret=op.interpret)
 
     def whole(state, layer):
         xs, hs = state
