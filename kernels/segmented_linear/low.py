@@ -26,20 +26,20 @@ def store_zeros(low_ref, rows, width, ranks, which):
     plgpu.store(at, zeros, mask=which[:, None])
 
 
-def add_low_B(low, start, wait, ahead):
+def add_low_B(low, start, wait):
     """start() and the product of all rows with some columns of all B, [rows, columns] in float32.
 
-    `low` is not read before `wait` returns; of B, `ahead` blocks of ranks are. A row gets 0 times
-    the B of others. Where that is not 0, because a B is not finite, the sum is made anew from
+    `low` is not read before `wait` returns, which is called once start() is there. A row gets 0
+    times the B of others. Where that is not 0, because a B is not finite, the sum is made anew from
     start(), so that each row adds up its own.
     """
-    total, first = start(), [low.B(z) for z in range(ahead)]
+
+    def add(z, total):
+        return total + _dot(low.low(z), low.B(z))
+
+    total = start()
     wait()
-    for z, B in enumerate(first):
-        total = total + _dot(low.low(z), B)
-    total = jax.lax.fori_loop(
-        ahead, low.blocks, lambda z, total: total + _dot(low.low(z), low.B(z)), total
-    )
+    total = jax.lax.fori_loop(0, low.blocks, add, total)
     spoiled = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1)) > 0
     return jax.lax.cond(
         spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total

@@ -30,8 +30,6 @@ from scute_jax.kernels.tiles import Tiles
 from scute_jax.kernels.triton import MIN_SIDE, TileRows, pallas_call, power_of_two
 from scute_jax.kernels.tuning import tuned
 
-AHEAD = 16384  # numbers of B that a program reads before it waits: its threads have to hold them
-
 
 @partial(jax.jit, static_argnames=("tile", "interpret"))
 def segmented_linear(
@@ -210,14 +208,11 @@ class _Block:
 
     def add_low_B(self, start, factors):
         """start() + low B, as soon as low is there."""
-        plan = self.plan
-        width, size = plan.ranks(self.s, factors), plan.tile.block_r
-        low = Low(self.rows, self.low_ref, factors, width, size, self.c)
-        most = AHEAD // (size * plan.block_n) if plan.apart else 0  # else nothing is waited for
-        ahead = min(most, pl.cdiv(plan.n * width, size))
-        (counts_ref,) = self.made["counts"]
+        plan, (counts_ref,) = self.plan, self.made["counts"]
+        width = plan.ranks(self.s, factors)
+        low = Low(self.rows, self.low_ref, factors, width, plan.tile.block_r, self.c)
         shrunk = partial(wait, counts_ref, 0, plan.shrinking, plan.interpret)
-        return add_low_B(low, start, shrunk, ahead)
+        return add_low_B(low, start, shrunk)
 
     def store(self, out_ref, y):
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]

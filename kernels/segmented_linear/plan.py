@@ -103,18 +103,18 @@ class Plan:
     ) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
         """x A of each slice and its parts, and the parts of the result."""
         parts, rows = self.spans.parts + self.apart, max(MIN_SIDE, power_of_two(t))
-        widths = [None if f is None else self.ranks(s, f) for s, f in enumerate(factors)]
-        shape = jax.ShapeDtypeStruct
+        split, shape = self.spans_low.parts, jax.ShapeDtypeStruct
+        lows: list[jax.ShapeDtypeStruct | None] = [None] * len(outs)
+        of_parts = list(lows)
+        for s, f in enumerate(factors):
+            if f is not None:
+                width = self.ranks(s, f)
+                lows[s] = shape((rows, self.n * width), f.B.dtype)
+                if split > 1:
+                    of_parts[s] = shape((split, self.n, self.rows, width), "float32")
         return {
-            "lows": [
-                w and shape((rows, self.n * w), f.B.dtype)
-                for w, f in zip(widths, factors, strict=True)
-            ],
-            "parts": [
-                w and shape((self.spans_low.parts, self.n, self.rows, w), "float32") for w in widths
-            ]
-            if self.spans_low.parts > 1
-            else [None] * len(outs),
+            "lows": lows,
+            "parts": of_parts,
             "outs": [shape((parts, t, d), "float32") for d in outs],
         }
 
