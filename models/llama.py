@@ -84,8 +84,8 @@ def forward(
     rope = _rope_tables(config, jnp.reshape(batch.positions(), (-1,)))
     where = batch.table, batch.start, batch.rows
     k_pages, v_pages = list(cache.k), list(cache.v)
-    added, most = None, 4 * len(params.layers)
-    counts = iter(zero_counts(most) if runs_pallas(implementation) else (None,) * most)
+    added, calls = None, 4 * len(params.layers)  # q k v, o, gate up, down
+    counts = iter(zero_counts(calls) if runs_pallas(implementation) else (None,) * calls)
     for i, layer in enumerate(params.layers):
         site = _Sites(layer, slots, f"layers.{i}", segments, counts, implementation, observe)
         x, h = norm(x, added, layer.input_layernorm, f"layers.{i}.input_layernorm")

@@ -1,4 +1,5 @@
-"""Few rows in half precision: adapters ride on the base product, whatever else there is."""
+"""Few rows in half precision: adapters ride on the base product, whatever else there is, but for
+ranks past what is worth it and output rotations."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,18 +36,21 @@ def forms_of(rng, d_out, kind):
     if kind == "riding":
         return own
     more = form("s", terms=[term(3)]).replace(S=random_sparse(rng, D_IN, d_out, 200))
+    tenant = form("s", terms=[term(0, "de", pair)])
+    if kind == "more after it":
+        return [*own, more, tenant]
     turned = form("b", terms=[term(2)]).replace(Q=(random_blocks(rng, d_out, 2),))
     return [
         *own,
         form("s", block=4, terms=[term(7)]),
         form(block=1),
-        form(terms=[term(0, "de", pair)]),
+        tenant,
         more,
         turned,
     ]
 
 
-@pytest.mark.parametrize("kind", ["riding", "many ranks", "every route"])
+@pytest.mark.parametrize("kind", ["riding", "more after it", "many ranks", "every route"])
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("presorted", [True, False])
 def test_beside_every_other_route(kind, parts, presorted):

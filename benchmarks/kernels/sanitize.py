@@ -49,6 +49,10 @@ SHAPES = {  # d_in, widths of the slices, rows, rows of a tile, dtype
     "half": (96, (130,), 70, 32, "float16"),
     "long tiles": (40, (48, 33), 200, 64, "bfloat16"),
 }
+DEEP = {  # of the base product with what rides on it: x A in parts; low B in the midst of x W
+    "deep": (1200, (40,), 20, 16, "bfloat16"),
+    "many columns": (200, (20_000,), 20, 16, "bfloat16"),
+}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-8}  # of the largest number
 
 
@@ -89,6 +93,19 @@ def cases() -> Iterator[tuple[str, Callable]]:
         yield f"shared, {name}", partial(shared_factors, (h[0],) * 2, x, (shared,) * 2, seg.slot)
         sparse = _sparse(d_in, outs[0], dtype)
         yield f"sparse, {name}", partial(sparse_update, h[0], x, sparse, seg.tiles)
+    for name, (d_in, outs, rows, size, dtype) in DEEP.items():
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+        ids = np.sort(np.random.default_rng(0).integers(-1, len(RANKS), rows))
+        tiles = segments(ids, len(RANKS), presorted=True, tile=size).tiles
+        (x,) = pools.activations(next(keys), rows, [d_in], dtype)
+        parts = tuple(pools.factors(next(keys), RANKS, d_in, d, dtype) for d in outs)
+        Ws = tuple(pools.activations(next(keys), d_in, [d], dtype)[0] for d in outs)
+        base = tuple(einsum("ti,io->to", x, W).astype(dtype) for W in Ws)
+        none = (None,) * len(outs)
+        yield (
+            f"low rank on the base product, {name}",
+            partial(_riding, base, x, Ws, parts, none, tiles),
+        )
     for size, dtype in ((1, "bfloat16"), (32, "float32"), (64, "bfloat16")):
         yield f"attention, blocks of {size}, {dtype}", _attention(size, dtype)
         yield f"rope and attention, blocks of {size}, {dtype}", _rope_attention(size, dtype)

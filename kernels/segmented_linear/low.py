@@ -35,12 +35,12 @@ def add_low_B(low, start, wait):
     """
 
     def add(z, total):
-        return total + _dot(low.low(z), low.B(z))
+        return total + _dot(low.x_A(z), low.B(z))
 
     total = start()
     wait()
     total = jax.lax.fori_loop(0, low.blocks, add, total)
-    spoiled = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1)) > 0
+    spoiled = jnp.max(jnp.where(total == total, 0, 1)) > 0  # 0 times what is not finite is NaN
     return jax.lax.cond(
         spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total
     )
@@ -54,7 +54,7 @@ class Low:
         self.width, self.block_r, self.c, self.used = width, block_r, c, rows.tiles()
         self.blocks = pl.cdiv(self.used * width, block_r)
 
-    def low(self, z):
+    def x_A(self, z):
         """Block z of x A, zero past the last tile."""
         q, (tile, _) = self._ranks(z)
         at = self.low_ref.at[jnp.arange(self.low_ref.shape[0])[:, None], q[None, :]]
@@ -74,7 +74,7 @@ class Low:
 
     def add_own(self, z, total):
         """total and the product of block z, tile by tile: a row takes nothing of other tiles."""
-        (_, (tile, _)), low, B = self._ranks(z), self.low(z), self.B(z)
+        (_, (tile, _)), low, B = self._ranks(z), self.x_A(z), self.B(z)
         of_row = self.rows.tile()
 
         def one(i, total):

@@ -1,6 +1,7 @@
 """The product with frozen weights and what rides on it, on Pallas' Triton backend: one launch.
 
-The first programs of the grid shrink, as in `segmented_shrink`. Others multiply all rows with one
+The first programs of the grid shrink: low = x A, of which each takes one part of d_in, and the last
+one to come adds up the parts. Others multiply all rows with one
 block of output columns of one slice, over one part of d_in. low B is added in the same sums where
 d_in is one part; else it is a part of its own, made by programs of its own, so that the bits of a
 row do not hang on which tile it is in. h is neither written nor read in between, and the shrink is
@@ -61,7 +62,7 @@ def segmented_linear(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
-        aliases={0: 0} if plan.shrinking else {},
+        aliases={0: 0} if plan.shrinking else {},  # "counts" sorts first among the results
     )(*args)
     return tuple(jax.tree.unflatten(results_tree, made)["outs"])
 
@@ -76,35 +77,32 @@ def _kernel(plan, tree, results_tree, *refs):
 
         @pl.when(program < plan.shrinking)
         def _shrink():
-            rows = TileRows(_tile(plan, program), start_ref, rows_ref, plan.rows)
+            tile = program // plan.firsts_low[-1] % plan.n
+            rows = TileRows(tile, start_ref, rows_ref, plan.rows)
             _shrink_all(plan, program, rows, x_ref, slices, made)
             arrive(made["counts"][0], 0, plan.interpret)
 
     column = (program - plan.shrinking) % plan.firsts[-1]
     part = (program - plan.shrinking) // plan.firsts[-1]
-    for s, (own, low_ref) in enumerate(zip(slices, made["lows"], strict=True)):
+    for s, own in enumerate(slices):
         here = (program >= plan.shrinking) & (column >= plan.firsts[s])
         here &= column < plan.firsts[s + 1]
 
-        def block(s=s, low_ref=low_ref):
+        def block(s=s):
             rows = _Rows(start_ref, rows_ref, x_ref.shape[0], plan.n)
-            return _Block(plan, rows, s, column, part, low_ref, made)
+            return _Block(plan, rows, s, column, part, made)
 
         @pl.when(here & (part < plan.spans.parts))
-        def _multiply(block=block, own=own, s=s):
+        def _multiply(block=block, own=own):
             own_block = block()
-            own_block.store(made["outs"][s], own_block.product(*own))
+            own_block.store(own_block.of_product(*own))
 
         if plan.apart:
 
             @pl.when(here & (part == plan.spans.parts))
-            def _ride(block=block, own=own, s=s):
+            def _ride(block=block, factors=own[2]):
                 own_block = block()
-                own_block.store(made["outs"][s], own_block.low_B(own[2]))
-
-
-def _tile(plan, program):
-    return program // plan.firsts_low[-1] % plan.n
+                own_block.store(own_block.of_low(factors))
 
 
 def _shrink_all(plan, program, rows, x_ref, slices, made):
@@ -158,10 +156,8 @@ class _Rows:
     def tile(self):
         """The tile that each row is in, -1 = none. Not before it is asked for: the first reads of
         weights would wait for it."""
-        i, (start, rows) = (
-            jnp.arange(power_of_two(self.n)),
-            self._all(self.start_ref, self.rows_ref),
-        )
+        start, rows = self._all(self.start_ref, self.rows_ref)
+        i = jnp.arange(start.shape[0])
         mine = (self.at[:, None] >= start[None, :]) & (self.at[:, None] < (start + rows)[None, :])
         return jnp.max(jnp.where(mine, i[None, :], -1), axis=1)
 
@@ -178,45 +174,48 @@ class _Rows:
 class _Block:
     """One part of a block of output columns of slice s, for all rows."""
 
-    def __init__(self, plan, rows, s, column, part, low_ref, made):
+    def __init__(self, plan, rows, s, column, part, made):
         self.plan, self.rows, self.s, self.column, self.part = plan, rows, s, column, part
-        self.low_ref, self.made = low_ref, made
+        self.made = made
         self.c = (column - plan.firsts[s]) * plan.block_n + jnp.arange(plan.block_n)
 
-    def product(self, x_ref, W_ref, factors, scale, shift):
+    def of_product(self, x_ref, W_ref, factors, scale, shift):
         """This part of x W * s + b, and low B where that is not a part of its own."""
         base, each = partial(self._base, x_ref, W_ref), self.plan.spans.each
 
-        def ride(base):
+        def with_slots(product):
             def start():
-                return self._vectors(base(), scale, shift, self.c < W_ref.shape[1])
+                return self._vectors(product(), scale, shift, self.c < W_ref.shape[1])
 
-            return start() if factors is None or self.plan.apart else self.add_low_B(start, factors)
+            if factors is None or self.plan.apart:
+                return start()
+            return self._add_low_B(start, factors)
 
         if factors is None or scale is not None or self.plan.apart or each == 1:
-            return ride(partial(base, 0.0))
+            return with_slots(partial(base, 0.0))
         turn = each * (1 + self.column % 3) // 4  # the shrink is done by then, mostly
-        return base(ride(partial(base, 0.0, last=turn)), first=turn)
+        return base(with_slots(partial(base, 0.0, last=turn)), first=turn)
 
-    def low_B(self, factors):
-        """low B of all rows; zeros for a slice at which nobody has factors."""
+    def of_low(self, factors):
+        """The part of low B; zeros for a slice at which nobody has factors."""
 
         def start():
             return jnp.zeros((self.rows.at.shape[0], self.plan.block_n), jnp.float32)
 
-        return start() if factors is None else self.add_low_B(start, factors)
+        return start() if factors is None else self._add_low_B(start, factors)
 
-    def add_low_B(self, start, factors):
-        """start() + low B, as soon as low is there."""
-        plan, (counts_ref,) = self.plan, self.made["counts"]
-        width = plan.ranks(self.s, factors)
-        low = Low(self.rows, self.low_ref, factors, width, plan.tile.block_r, self.c)
-        shrunk = partial(wait, counts_ref, 0, plan.shrinking, plan.interpret)
-        return add_low_B(low, start, shrunk)
-
-    def store(self, out_ref, y):
+    def store(self, y):
+        out_ref = self.made["outs"][self.s]
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]
         plgpu.store(out_ref.at[self.part, self.rows.at[:, None], self.c[None, :]], y, mask=mask)
+
+    def _add_low_B(self, start, factors):
+        """start() + low B, as soon as low is there."""
+        plan, (counts_ref,) = self.plan, self.made["counts"]
+        width, low_ref = plan.ranks(self.s, factors), self.made["lows"][self.s]
+        low = Low(self.rows, low_ref, factors, width, plan.tile.block_r, self.c)
+        shrunk = partial(wait, counts_ref, 0, plan.shrinking, plan.interpret)
+        return add_low_B(low, start, shrunk)
 
     def _base(self, x_ref, W_ref, total, **products):
         """The total and this part of x W, or some products of it."""
@@ -246,10 +245,12 @@ class _Block:
             row = plgpu.load(pool.row.at[tile], mask=tile >= 0, other=-1)
             at = pool.values.at[row[:, None], self.c[None, :]]
             mask = ((row >= 0) & here)[:, None] & inside[None, :]
-            return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
+            return mask, plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-        y = y if scale is None else y + y * of(scale, True)
-        return y if shift is None else y + of(shift, self.part == 0)
+        if scale is not None:
+            mine, s = of(scale, True)
+            y = jnp.where(mine, y + y * s, y)
+        return y if shift is None else y + of(shift, self.part == 0)[1]
 
 
 def _load(at, mask):

@@ -17,10 +17,9 @@ from scute_jax.kernels.triton import MIN_SIDE, power_of_two
 @dataclass(frozen=True)
 class LinearTile:
     """block_n: output columns of a program; block_k: columns of x in a product; block_r: ranks in a
-    product with B. d_in is split until there are `programs` or `most_parts`, or a part is one
-    product long.
+    product with B. d_in is split into at most `most_parts` so long as there are at most `programs`.
 
-    shrink_k, shrink_r, shrink_programs: as block_k, block_r and programs of ShrinkTile.
+    shrink_k, shrink_r, shrink_programs: columns of x and ranks in a product with A, and programs.
     """
 
     block_n: int = 128
@@ -72,7 +71,7 @@ class Plan:
         )
         firsts_low = tuple(accumulate(blocks, initial=0))
         wanted = min(tile.most_parts, tile.programs // firsts[-1])
-        wanted_low = tile.shrink_programs // max(1, n * firsts_low[-1])
+        wanted_low = min(tile.most_parts, tile.shrink_programs // max(1, n * firsts_low[-1]))
         spans, spans_low = (
             Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
             for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, wanted_low))

@@ -82,11 +82,11 @@ class _Part:
         mask = held[:, None] & self.there[None, :]
         return plgpu.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-    def h(self, ref):
-        """These rows and columns of h."""
-        held = self.at < ref.shape[-2]
+    def h(self, ref, mine):
+        """These columns of h: of rows of mine, or of all where h is in parts."""
         if len(ref.shape) == 2:
-            return self.columns(ref, self.at, held)
+            return self.columns(ref, self.at, mine)
+        held = self.at < ref.shape[1]
         parts = (self.columns(ref, self.at, held, p) for p in range(ref.shape[0]))
         return reduce(jnp.add, parts)
 
@@ -121,11 +121,11 @@ def _one_term(part, h_ref, out_ref, early):
 
     @pl.when((count > 0) | (len(h_ref.shape) == 3))
     def _work():
-        riding = (part.h(h_ref), e()) if early else None
+        riding = (part.h(h_ref, mine), e()) if early else None
         total = jax.lax.fori_loop(0, count * steps, step, part.zero)
         if riding is None:
             total = total * e()
-            h = part.h(h_ref)
+            h = part.h(h_ref, mine)
             part.store(h_ref, out_ref, h, h + total, mine)
         else:
             h, own = riding
@@ -174,7 +174,7 @@ def _terms(part, h_ref, out_ref):
 
     @pl.when(total > 0)
     def _work():
-        h = part.h(h_ref)
+        h = part.h(h_ref, part.at < h_ref.shape[-2])
         shares, entry = jnp.zeros(part.at.shape, jnp.bool_), entries(0)
         carry = h, shares, factor(0), (entry, vectors(entry)), entries(1)
         y, shares, *_ = jax.lax.fori_loop(0, total, step, carry)
@@ -184,5 +184,6 @@ def _terms(part, h_ref, out_ref):
 
         @pl.when(total == 0)
         def _nothing():
-            h = part.h(h_ref)
-            part.store(h_ref, out_ref, h, h, part.at < 0)
+            every = part.at < h_ref.shape[1]
+            h = part.h(h_ref, every)
+            part.store(h_ref, out_ref, h, h, every)

@@ -18,6 +18,7 @@ from scute_jax.kernels.pools import LowRank, Rotation, Shared, SparseEntries, Ve
 from scute_jax.kernels.residual_norm.pallas_triton import residual_norm
 from scute_jax.kernels.rope_attention.pallas_triton import rope_attention
 from scute_jax.kernels.segmented_expand.pallas_triton import segmented_expand
+from scute_jax.kernels.segmented_linear.pallas_triton import LinearTile, segmented_linear
 from scute_jax.kernels.segmented_shrink.pallas_triton import segmented_shrink
 from scute_jax.kernels.shared_factors.pallas_triton import shared_factors
 from scute_jax.kernels.sparse_update.pallas_triton import sparse_update
@@ -95,6 +96,22 @@ def test_the_segmented_update(dtype, h_dtype, size):
 
     riding = at(vectors(dtype), vectors(dtype), None)
     lowers(twin, (h, h, h), x, at(*factors), riding, riding)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@tile_sizes
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("tile", [LinearTile(programs=1, block_k=16), LinearTile(shrink_k=16)])
+def test_the_product_with_what_rides_on_it(dtype, size, scaled, tile):
+    x, _, _, tiles = batch(dtype, dtype, size)
+    W, pools = zeros(dtype, D, D), (low_rank(dtype), None, low_rank(dtype))
+    factors, shift = (
+        tuple(at_tiles(pool, tiles.slot) for pool in own)
+        for own in (pools, (vectors(dtype), vectors(dtype), None))
+    )
+    scale = shift if scaled else (None,) * 3
+    twin = partial(segmented_linear, tile=tile)
+    lowers(twin, (x,) * 3, x, (W,) * 3, factors, scale, shift, tiles)
 
 
 @mixes

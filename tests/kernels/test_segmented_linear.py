@@ -1,5 +1,7 @@
 """The product with frozen weights and what rides on it, in one kernel, against float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +12,21 @@ from hypothesis import strategies as st
 
 import scute_jax as sj
 from scute_jax.kernels import at_tiles
+from scute_jax.kernels.arrivals import zero_counts
 from scute_jax.kernels.segmented_linear import pallas_triton, segmented_linear
+from scute_jax.kernels.segmented_linear.low import Low
 from scute_jax.kernels.segmented_linear.plan import LinearTile, Plan
 
+INTERPRETED = jax.default_backend() != "gpu"
 
-def problem(rng, d_in, outs, rows, ranks, tile, dtype="float32"):
-    """Forms per slice, ids, the weights, x, and the arguments of the op."""
-    slots = ("", "s", "b", "sb")
+
+def problem(rng, d_in, outs, rows, ranks, tile, dtype="float32", slots=("", "s", "b", "sb")):
+    """Forms per slice, ids, and the arguments of the op."""
     forms = [
         [
-            random_form(rng, d_in, d, slots[k % 4], terms=[random_term(rng, d_in, d, r)] * (r > 0))
+            random_form(
+                rng, d_in, d, slots[k % len(slots)], terms=[random_term(rng, d_in, d, r)] * (r > 0)
+            )
             for k, r in enumerate(ranks)
         ]
         for d in outs
@@ -76,9 +83,8 @@ def _by_tile(args, tile):
     """The twin with a tile of its own."""
     xs, x, Ws, *parts, tiles = args
     parts = [tuple(at_tiles(p, tiles.slot) for p in own) for own in parts]
-    return summed(
-        pallas_triton.segmented_linear(xs, x, Ws, *parts, tiles, None, tile, interpret=True)
-    )
+    args = xs, x, Ws, *parts, tiles, None, tile
+    return summed(pallas_triton.segmented_linear(*args, interpret=INTERPRETED))
 
 
 @pytest.mark.parametrize("dtype, share", [("float32", 1e-5), ("bfloat16", 0.02), ("float16", 3e-3)])
@@ -96,57 +102,90 @@ def test_every_dtype_and_definition(dtype, share, how):
 
 
 FEW, MANY = (3, 5, 7, 16), (3, 5, 33, 16)  # ranks: a product with B holds four tiles, or one
-D_IN = {60: 1, 200: 4}  # and the parts of d_in in x A and in x W
-TILE = LinearTile(shrink_k=64)
+TILE = LinearTile(block_n=64, shrink_k=64)
+# d_in, tile, slots, parts of d_in; with the last, low B is added in the midst of a product.
+CASES = {
+    "one product": (60, TILE, ("", "s", "b", "sb"), 1),
+    "parts": (200, TILE, ("", "s", "b", "sb"), 4),
+    "after the product": (200, replace(TILE, programs=3), ("", "s", "b", "sb"), 1),
+    "in the midst": (200, replace(TILE, programs=3), ("", "b"), 1),
+}
+of_cases = pytest.mark.parametrize("d_in, tile, slots, parts", CASES.values(), ids=list(CASES))
+of_ranks = pytest.mark.parametrize("ranks", [FEW, MANY])
 
 
-@pytest.mark.parametrize("d_in", D_IN)
-@pytest.mark.parametrize("ranks", [FEW, MANY])
-def test_what_a_row_does_not_use_never_reaches_it(ranks, d_in):
+@of_cases
+@of_ranks
+def test_what_a_row_does_not_use_never_reaches_it(ranks, d_in, tile, slots, parts):
     rng = np.random.default_rng(1)
-    _, ids, args = problem(rng, d_in, (130,), 45, ranks, 16)
+    _, ids, args = problem(rng, d_in, (130,), 45, ranks, 16, slots=slots)
     xs, x, Ws, factors, scale, shift, tiles = args
-    (clean,) = _by_tile(args, TILE)
+    (clean,) = _by_tile(args, tile)
     bad, row = 2, 40  # an adapter, and a row of another one
     assert ids[row] not in (-1, bad) and (ids == bad).any()
     (f,) = factors
     pages = np.asarray(f.table)[bad, : -(-ranks[bad] // 16)]
     poisoned = f.replace(A=f.A.at[pages].set(jnp.nan), B=f.B.at[pages].set(jnp.inf))
     x = x.at[row].set(jnp.nan)
-    (got,) = _by_tile(((x,), x, Ws, (poisoned,), scale, shift, tiles), TILE)
+    (got,) = _by_tile(((x,), x, Ws, (poisoned,), scale, shift, tiles), tile)
     others = (ids != bad) & (np.arange(len(ids)) != row)
     assert np.array_equal(np.asarray(got)[others], np.asarray(clean)[others])
     assert np.isnan(np.asarray(got)[row]).all()
     assert not np.isfinite(np.asarray(got)[ids == bad]).any()
 
 
-@pytest.mark.parametrize("d_in", D_IN)
-@pytest.mark.parametrize("ranks", [FEW, MANY])
-def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in):
+@of_cases
+@of_ranks
+def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in, tile, slots, parts):
     rng = np.random.default_rng(2)
-    _, ids, args = problem(rng, d_in, (130,), 40, ranks, 16)
-    xs, x, Ws, *parts, tiles = args
-    plan = Plan.make(TILE, d_in, [130], parts[0], tiles, True)
-    assert plan.spans.parts == plan.spans_low.parts == D_IN[d_in]
-    (whole,) = np.asarray(_by_tile(args, TILE))
+    forms, ids, args = problem(rng, d_in, (130,), 40, ranks, 16, slots=slots)
+    xs, x, Ws, *pools, tiles = args
+    plan = Plan.make(tile, d_in, [130], pools[0], tiles, True)
+    assert plan.spans.parts == parts and plan.spans_low.parts == -(-d_in // 64)
+    whole = _by_tile(args, tile)
+    check(forms, ids, args, whole, 1e-5)
     for own in range(len(ranks)):  # the rows of an adapter last, base rows before them
         keep = np.flatnonzero(ids == own)
         other = np.full(40, -1)
         other[-len(keep) :] = own
         moved = jnp.zeros_like(x).at[-len(keep) :].set(x[keep])
         tiles = sj.segments(other, 4, presorted=True, tile=16).tiles
-        (again,) = _by_tile(((moved,), moved, Ws, *parts, tiles), TILE)
-        assert np.array_equal(np.asarray(again)[-len(keep) :], whole[keep])
+        (again,) = _by_tile(((moved,), moved, Ws, *pools, tiles), tile)
+        assert np.array_equal(np.asarray(again)[-len(keep) :], np.asarray(whole[0])[keep])
 
 
-def test_gradients_are_those_of_the_definition():
+def test_of_finite_numbers_nothing_is_made_anew(monkeypatch):
+    """What the shrink leaves unwritten is NaN where kernels are interpreted."""
+    monkeypatch.setattr(Low, "add_own", lambda self, z, total: total * jnp.nan)
+    forms, ids, args = problem(np.random.default_rng(4), 200, (130, 40), 40, MANY, 16)
+    check(forms, ids, args, _by_tile(args, LinearTile(block_n=32, shrink_k=64)), 1e-5)
+
+
+def test_slices_have_factors_of_different_width_or_none():
+    rng = np.random.default_rng(5)
+    forms, ids, args = problem(rng, 200, (130, 40, 24), 40, FEW, 16)
+    wide, _, wide_args = problem(rng, 200, (130, 40, 24), 40, (3, 5, 70, 16), 16)
+    xs, x, Ws, factors, scale, shift, tiles = args
+    factors = wide_args[3][0], factors[1], None
+    got = _by_tile((xs, x, Ws, factors, scale, shift, tiles), TILE)
+    no_terms = [form.replace(terms=()) for form in forms[2]]
+    with_slots = [own.replace(terms=of.terms) for own, of in zip(forms[0], wide[0], strict=True)]
+    for own, W, y in zip((with_slots, forms[1], no_terms), Ws, got, strict=True):
+        expected = evaluate_rows(own, ids, np.asarray(W), np.asarray(x))
+        assert np.abs(np.asarray(y) - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("d_in, parts", [(24, 1), (200, 5)])
+def test_gradients_are_those_of_the_definition(d_in, parts):
     rng = np.random.default_rng(3)
-    _, _, args = problem(rng, 24, (10,), 20, (3, 5), 4)
+    _, _, args = problem(rng, d_in, (10,), 20, (3, 5), 4)
     xs, x, Ws, *rest, tiles = args
 
     def loss(x, Ws, rest, how):
-        (y,) = summed(segmented_linear((x,), x, Ws, *rest, tiles, implementation=how))
-        return jnp.sum(jnp.sin(y))
+        (counts,) = zero_counts(1)
+        (y,) = segmented_linear((x,), x, Ws, *rest, tiles, counts, implementation=how)
+        assert len(y) == (parts if how == "pallas" else 1)
+        return jnp.sum(jnp.sin(jnp.sum(y, axis=0)))
 
     ours, expected = (
         jax.grad(loss, argnums=(0, 1, 2), allow_int=True)(x, Ws, rest, how)
