@@ -40,7 +40,10 @@ def add_low_B(low, start, wait):
     total = start()
     wait()
     total = jax.lax.fori_loop(0, low.blocks, add, total)
-    spoiled = jnp.max(jnp.where(total == total, 0, 1)) > 0  # 0 times what is not finite is NaN
+    spoiled = jnp.where(total == total, 0, 1)  # 0 times what is not finite is NaN
+    spoiled = (
+        jnp.max(jnp.max(spoiled, axis=1)) > 0
+    )  # over two axes at once, jax 0.12 does not lower
     return jax.lax.cond(
         spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total
     )
