@@ -41,11 +41,10 @@ def add_low_B(low, start, wait):
     wait()
     total = jax.lax.fori_loop(0, low.blocks, add, total)
     spoiled = jnp.where(total == total, 0, 1)  # 0 times what is not finite is NaN
-    spoiled = (
-        jnp.max(jnp.max(spoiled, axis=1)) > 0
-    )  # over two axes at once, jax 0.12 does not lower
+    # Of two axes one by one: with jax 0.12, both at once become no code for a GPU.
+    any_spoiled = jnp.max(jnp.max(spoiled, axis=1)) > 0
     return jax.lax.cond(
-        spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total
+        any_spoiled, lambda: jax.lax.fori_loop(0, low.blocks, low.add_own, start()), lambda: total
     )
 
 

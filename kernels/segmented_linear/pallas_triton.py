@@ -1,10 +1,10 @@
 """The product with frozen weights and what rides on it, on Pallas' Triton backend: one launch.
 
 The first programs of the grid shrink: low = x A, of which each takes one part of d_in, and the last
-one to come adds up the parts. Others multiply all rows with one
-block of output columns of one slice, over one part of d_in. low B is added in the same sums where
-d_in is one part; else it is a part of its own, made by programs of its own, so that the bits of a
-row do not hang on which tile it is in. h is neither written nor read in between, and the shrink is
+one to come adds up the parts. Others multiply all rows with one block of output columns of one
+slice, over one part of d_in. low B is added in the same sums where d_in is one part; else it is a
+part of its own, made by programs of its own, so that the bits of a row do not hang on which tile it
+is in. h is neither written nor read in between, and the shrink is
 done by the time that its result is asked for. Programs that add low B to their own product do it at
 different times, so that not all of them leave the memory idle at once.
 
