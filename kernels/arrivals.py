@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from scute_jax.kernels.triton import pallas_call
 
-COUNTS = 1024  # of one launch: enough for 64 ranks on three slices at 80 tiles
+COUNTS = 1024  # of one launch: enough for four blocks of ranks on three slices at 80 tiles
 MOST_ARRAYS = 128  # that one launch makes: it has room for so many arguments
 
 Counts = Int[Array, "counts"]

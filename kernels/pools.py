@@ -23,7 +23,8 @@ class LowRank:
 
     Row q of page table[k, p] holds rank p * page + q of adapter k, of A and of B.
     Invariants: rank[k] <= w * page; ranks from rank[k] on are undefined and never used.
-    With `by_tile`, K counts the tiles of a batch: the tables are looked up, see `at_tiles`.
+    With `by_tile`, K counts the tiles of a batch: the tables are looked up, see `at_tiles`. Then
+    places[k, r] is the row of rank r counted through all pages, -1 = none.
     """
 
     A: Float[Array, "n page d_in"]
@@ -31,6 +32,7 @@ class LowRank:
     table: Int[Array, "K w"]
     rank: Int[Array, "K"]
     by_tile: bool = struct.field(pytree_node=False, default=False)
+    places: Int[Array, "K r"] | None = None
 
 
 def most_ranks(factors: Sequence[LowRank | None]) -> int:
@@ -66,7 +68,15 @@ def at_tiles(pool: Pool | None, slot: Int[Array, "n"]) -> Pool | None:
             raise ValueError(f"a pool looked up for {count} tiles, but there are {slot.shape[0]}.")
         return pool
     found = {name: jnp.take(getattr(pool, name), slot, axis=0, mode="clip") for name in tables}
+    if isinstance(pool, LowRank):
+        found["places"] = _places(found["table"], found["rank"], pool.A.shape[1])
     return replace(pool, by_tile=True, **found)
+
+
+def _places(table: Int[Array, "K w"], rank: Int[Array, "K"], page: int) -> Int[Array, "K w*page"]:
+    r = jnp.arange(table.shape[1] * page)
+    held = r[None, :] < rank[:, None]
+    return jnp.where(held, table[:, r // page] * page + (r % page)[None, :], -1)
 
 
 @struct.dataclass

@@ -19,6 +19,7 @@ from scute_jax.apply_norm import apply_norm
 from scute_jax.entries import EMBEDDING
 from scute_jax.kernels import Implementation, residual_norm, rope_attention, runs_pallas
 from scute_jax.kernels.arrivals import zero_counts
+from scute_jax.kernels.parts import add_parts
 from scute_jax.kernels.residual_norm import normalised
 from scute_jax.models.cache import KVCache
 from scute_jax.models.config import LlamaConfig
@@ -77,7 +78,7 @@ def forward(
         own, how, eps = _of(slots, site), implementation, config.rms_norm_eps
         if added is not None and not jax.tree.leaves(own):
             return residual_norm(x, added, weight, eps, dtype, implementation=how)
-        x = x if added is None else x + jnp.sum(added, axis=0)
+        x = x if added is None else x + add_parts(added)
         h = apply_norm(normalised(x, eps), weight, own, segments, implementation=how)
         return x, h.astype(dtype)
 

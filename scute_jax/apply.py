@@ -20,6 +20,7 @@ from scute_jax.kernels import (
     sparse_update,
 )
 from scute_jax.kernels.arrivals import Counts
+from scute_jax.kernels.parts import add_parts
 from scute_jax.kernels.pools import most_ranks
 from scute_jax.kernels.precision import precision
 from scute_jax.kernels.segmented_linear import MOST_RANKS, suits
@@ -112,7 +113,7 @@ def apply_fused(
         if parts and light and seg.order is None and not any(_rest(s) for s in slots):
             return tuple(h_i.astype(dtype) for h_i in h)
         if not light:
-            h = tuple(jnp.sum(h_i, axis=0).astype(dtype) for h_i in h)
+            h = tuple(add_parts(h_i).astype(dtype) for h_i in h)
     else:
         h = tuple(_base(site, x_i, dtype) for site, x_i in zip(params, xs, strict=True))
         h = tuple(_turned_out(s, h_i, seg, how) for s, h_i in zip(slots, h, strict=True))

@@ -32,7 +32,7 @@ def forms_of(rng, d_out, kind):
 
     own = [form("sb", terms=[term(33)]), form("s"), form(terms=[term(5)]), form()]
     if kind == "many ranks":
-        return [*own, form("b", terms=[term(70)])]
+        return [*own, form("b", terms=[term(257)])]
     if kind == "riding":
         return own
     more = form("s", terms=[term(3)]).replace(S=random_sparse(rng, D_IN, d_out, 200))

@@ -12,7 +12,7 @@ from scute_jax.kernels.segmented_update import segmented_update
 from scute_jax.kernels.tiles import Tiles
 
 MOST_ROWS = 64  # past it the product is bound by arithmetic, and is better left to cuBLAS
-MOST_RANKS = 64  # past it factors are better off in launches of their own
+MOST_RANKS = 256  # past it factors are better off in launches of their own
 HALF = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 
 

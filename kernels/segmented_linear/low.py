@@ -49,30 +49,33 @@ def add_low_B(low, start, wait):
 
 
 class Low:
-    """x A of all rows and some columns c of all B, in blocks of block_r ranks."""
+    """x A of all rows and some columns c of all B, in blocks of block_r ranks; of the tiles
+    first .. last - 1."""
 
-    def __init__(self, rows, low_ref, factors, width, block_r, c):
-        self.rows, self.low_ref, self.factors = rows, low_ref, factors
-        self.width, self.block_r, self.c, self.used = width, block_r, c, rows.tiles()
-        self.blocks = pl.cdiv(self.used * width, block_r)
+    def __init__(self, rows, low_ref, factors, width, block_r, c, first, last):
+        self.rows, self.low_ref = rows, low_ref
+        self.places_ref, self.B_ref = factors.places, factors.B
+        self.width, self.block_r, self.c = width, block_r, c
+        self.first, self.last = first, jnp.minimum(last, rows.tiles())
+        self.blocks = pl.cdiv(jnp.maximum(0, self.last - first) * width, block_r)
 
     def x_A(self, z):
         """Block z of x A, zero past the last tile."""
         q, (tile, _) = self._ranks(z)
         at = self.low_ref.at[jnp.arange(self.low_ref.shape[0])[:, None], q[None, :]]
         # The mask holds for whole tiles: with one of ranks, copies would be of one number each.
-        return plgpu.load(at, mask=(tile < self.used)[None, :], other=0.0)
+        return plgpu.load(at, mask=(tile < self.last)[None, :], other=0.0)
 
     def B(self, z):
         """Block z of all B, zero where an adapter has no such rank."""
-        (_, (tile, rank)), f, page = self._ranks(z), self.factors, self.factors.A.shape[1]
-        there, (place, within) = tile < self.used, _split(rank, page)
+        (_, (tile, rank)), B_ref, places_ref = self._ranks(z), self.B_ref, self.places_ref
+        there = (tile < self.last) & (rank < places_ref.shape[1])
+        place = plgpu.load(places_ref.at[tile, rank], mask=there, other=-1)
         held = plgpu.load(self.rows.rows_ref.at[tile], mask=there, other=0) > 0
-        own = held & (rank < plgpu.load(f.rank.at[tile], mask=there, other=0))
-        listed = there & (place < f.table.shape[1])
-        at = plgpu.load(f.table.at[tile, place], mask=listed, other=0)
-        B = f.B.at[at[:, None], within[:, None], self.c[None, :]]
-        return plgpu.load(B, mask=own[:, None] & (self.c < f.B.shape[-1])[None, :], other=0.0)
+        page = B_ref.shape[1]
+        at = B_ref.at[(place // page)[:, None], (place % page)[:, None], self.c[None, :]]
+        mask = (held & (place >= 0))[:, None] & (self.c < B_ref.shape[-1])[None, :]
+        return plgpu.load(at, mask=mask, other=0.0)
 
     def add_own(self, z, total):
         """total and the product of block z, tile by tile: a row takes nothing of other tiles."""
@@ -84,13 +87,14 @@ class Low:
             own = jnp.where(here[None, :], low, 0), jnp.where(here[:, None], B, 0)
             return jnp.where((of_row == i)[:, None], total + _dot(*own), total)
 
-        first, last = z * self.block_r // self.width, (z + 1) * self.block_r
-        return jax.lax.fori_loop(first, pl.cdiv(last, self.width), one, total)
+        first, last = z * self.block_r // self.width, pl.cdiv((z + 1) * self.block_r, self.width)
+        return jax.lax.fori_loop(self.first + first, self.first + last, one, total)
 
     def _ranks(self, z):
         """The columns of block z in x A, and of each the tile and the rank in it."""
         q = z * self.block_r + jnp.arange(self.block_r)
-        return q, _split(q, self.width)
+        tile, rank = _split(q, self.width)
+        return self.first * self.width + q, (self.first + tile, rank)
 
 
 def _dot(low, B):

@@ -2,9 +2,9 @@
 
 The first programs of the grid shrink: low = x A, of which each takes one part of d_in, and the last
 one to come adds up the parts. Others multiply all rows with one block of output columns of one
-slice, over one part of d_in. low B is added in the same sums where d_in is one part; else it is a
-part of its own, made by programs of its own, so that the bits of a row do not hang on which tile it
-is in. h is neither written nor read in between, and the shrink is
+slice, over one part of d_in. low B is added in the same sums where d_in is one part; else it has
+parts of its own, made by programs of its own, so that the bits of a row do not hang on which tile
+it is in. h is neither written nor read in between, and the shrink is
 done by the time that its result is asked for. Programs that add low B to their own product do it at
 different times, so that not all of them leave the memory idle at once.
 
@@ -97,9 +97,9 @@ def _kernel(plan, tree, results_tree, *refs):
             own_block = block()
             own_block.store(own_block.of_product(*own))
 
-        if plan.apart:
+        if plan.low_parts:
 
-            @pl.when(here & (part == plan.spans.parts))
+            @pl.when(here & (part >= plan.spans.parts))
             def _ride(block=block, factors=own[2]):
                 own_block = block()
                 own_block.store(own_block.of_low(factors))
@@ -115,8 +115,8 @@ def _shrink_all(plan, program, rows, x_ref, slices, made):
 
         @pl.when((block >= 0) & (which < plan.firsts_low[s + 1]))
         def _slice(f=f, s=s, block=block):
-            adapter = RankBlocks(f.table, f.rank, rows.tile, f.A.shape[1], plan.low_block(f))
-            where = made["lows"][s], rows, plan.ranks(s, f)
+            adapter = RankBlocks(f.table, f.rank, rows.tile, f.A.shape[1], plan.low_blocks[s])
+            where = made["lows"][s], rows, plan.ranks(s)
             some = (rows.count > 0) & (adapter.rank > block * adapter.size)
             store = partial(store_low, *where)
             if plan.spans_low.parts > 1:
@@ -187,33 +187,36 @@ class _Block:
             def start():
                 return self._vectors(product(), scale, shift, self.c < W_ref.shape[1])
 
-            if factors is None or self.plan.apart:
+            if factors is None or self.plan.low_parts:
                 return start()
-            return self._add_low_B(start, factors)
+            return self._add_low_B(start, factors, 0, self.plan.n)
 
-        if factors is None or scale is not None or self.plan.apart or each == 1:
+        if factors is None or scale is not None or self.plan.low_parts or each == 1:
             return with_slots(partial(base, 0.0))
         turn = each * (1 + self.column % 3) // 4  # the shrink is done by then, mostly
         return base(with_slots(partial(base, 0.0, last=turn)), first=turn)
 
     def of_low(self, factors):
-        """The part of low B; zeros for a slice at which nobody has factors."""
+        """A part of low B; zeros for a slice at which nobody has factors."""
+        first, each = self.part - self.plan.spans.parts, self.plan.tiles_in_part
 
         def start():
             return jnp.zeros((self.rows.at.shape[0], self.plan.block_n), jnp.float32)
 
-        return start() if factors is None else self._add_low_B(start, factors)
+        if factors is None:
+            return start()
+        return self._add_low_B(start, factors, first * each, (first + 1) * each)
 
     def store(self, y):
         out_ref = self.made["outs"][self.s]
         mask = self.rows.inside[:, None] & (self.c < out_ref.shape[-1])[None, :]
         plgpu.store(out_ref.at[self.part, self.rows.at[:, None], self.c[None, :]], y, mask=mask)
 
-    def _add_low_B(self, start, factors):
-        """start() + low B, as soon as low is there."""
+    def _add_low_B(self, start, factors, first, last):
+        """start() + low B of the tiles first .. last - 1, as soon as low is there."""
         plan, (counts_ref,) = self.plan, self.made["counts"]
-        width, low_ref = plan.ranks(self.s, factors), self.made["lows"][self.s]
-        low = Low(self.rows, low_ref, factors, width, plan.tile.block_r, self.c)
+        width, low_ref = plan.ranks(self.s), self.made["lows"][self.s]
+        low = Low(self.rows, low_ref, factors, width, plan.tile.block_r, self.c, first, last)
         shrunk = partial(wait, counts_ref, 0, plan.shrinking, plan.interpret)
         return add_low_B(low, start, shrunk)
 

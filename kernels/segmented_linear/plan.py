@@ -18,17 +18,19 @@ from scute_jax.kernels.triton import MIN_SIDE, power_of_two
 class LinearTile:
     """block_n: output columns of a program; block_k: columns of x in a product; block_r: ranks in a
     product with B. d_in is split into at most `most_parts` so long as there are at most `programs`.
-
-    shrink_k, shrink_r, shrink_programs: columns of x and ranks in a product with A, and programs.
+    part_r: ranks of all tiles in a part of low B, where that is not added to a product.
+    shrink_r: ranks in a product with A; shrink_k: columns of x in one with 16 ranks, fewer with
+    more; shrink_programs: programs that make such products.
     """
 
     block_n: int = 128
     block_k: int = 64
     block_r: int = 64
+    part_r: int = 1024
     programs: int = 264
     most_parts: int = 8
     shrink_k: int = 512
-    shrink_r: int = 16
+    shrink_r: int = 64
     shrink_programs: int = 256
     num_warps: int = 4
     num_stages: int = 3
@@ -38,8 +40,8 @@ class LinearTile:
 class Plan:
     """Of the grid, the first `shrinking` programs shrink: a block of ranks of one slice, one of n
     tiles and one part of d_in each. The others multiply: a block of columns of one slice and one
-    part of d_in each, or the part of low B. Slice s has the blocks from firsts[s] on, and
-    firsts_low[s] of ranks.
+    part of d_in each, or one part of low B: some tiles. Slice s has the blocks from firsts[s] on,
+    and firsts_low[s] of ranks.
     """
 
     tile: LinearTile
@@ -47,6 +49,7 @@ class Plan:
     firsts: tuple[int, ...]
     spans: Spans
     firsts_low: tuple[int, ...]
+    low_blocks: tuple[int, ...]  # ranks in a block, of each slice
     spans_low: Spans
     n: int
     rows: int  # of a product of x and A, of which a tile fills some
@@ -65,19 +68,22 @@ class Plan:
         n = tiles.slot.shape[0]
         block_n = max(MIN_SIDE, min(tile.block_n, power_of_two(max(outs))))
         firsts = tuple(accumulate((pl.cdiv(d, block_n) for d in outs), initial=0))
+        low_blocks = tuple(0 if f is None else _low_block(f, tile, tiles) for f in factors)
         blocks = (
-            0 if f is None else pl.cdiv(power_of_two(most_ranks([f])), block_size(f, tile.shrink_r))
-            for f in factors
+            0 if f is None else pl.cdiv(power_of_two(most_ranks([f])), r)
+            for f, r in zip(factors, low_blocks, strict=True)
         )
+        shrink_k = tile.shrink_k * MIN_SIDE // max(MIN_SIDE, *low_blocks)
         firsts_low = tuple(accumulate(blocks, initial=0))
         wanted = min(tile.most_parts, tile.programs // firsts[-1])
         wanted_low = min(tile.most_parts, tile.shrink_programs // max(1, n * firsts_low[-1]))
         spans, spans_low = (
             Spans.cut(d_in, max(MIN_SIDE, min(block_k, power_of_two(d_in))), most)
-            for block_k, most in ((tile.block_k, wanted), (tile.shrink_k, wanted_low))
+            for block_k, most in ((tile.block_k, wanted), (shrink_k, wanted_low))
         )
         rows = max(MIN_SIDE, power_of_two(tiles.size))
-        return cls(tile, block_n, firsts, spans, firsts_low, spans_low, n, rows, interpret)
+        low = firsts_low, low_blocks, spans_low
+        return cls(tile, block_n, firsts, spans, *low, n, rows, interpret)
 
     @property
     def shrinking(self) -> int:
@@ -89,25 +95,35 @@ class Plan:
         return 1 + self.n * self.firsts_low[-1]
 
     @property
-    def apart(self) -> bool:
-        """Whether low B is a part of its own."""
-        return self.shrinking > 0 and self.spans.parts > 1
+    def low_parts(self) -> int:
+        """The parts that are low B; none where it is added to a product.
+
+        A row has low B in the part that its tile is in, and zeros in the others: added up in their
+        order, they have the same sum wherever that is.
+        """
+        apart = self.shrinking > 0 and self.spans.parts > 1
+        return pl.cdiv(self.n, self.tiles_in_part) if apart else 0
+
+    @property
+    def tiles_in_part(self) -> int:
+        width = max(self.ranks(s) for s in range(len(self.low_blocks)))
+        return pl.cdiv(self.n, max(1, pl.cdiv(self.n * width, self.tile.part_r)))
 
     @property
     def programs(self) -> int:
-        return self.shrinking + self.firsts[-1] * (self.spans.parts + self.apart)
+        return self.shrinking + self.firsts[-1] * (self.spans.parts + self.low_parts)
 
     def results(
         self, t: int, outs: Sequence[int], factors: Sequence[LowRank | None]
     ) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
         """x A of each slice and its parts, and the parts of the result."""
-        parts, rows = self.spans.parts + self.apart, max(MIN_SIDE, power_of_two(t))
+        parts, rows = self.spans.parts + self.low_parts, max(MIN_SIDE, power_of_two(t))
         split, shape = self.spans_low.parts, jax.ShapeDtypeStruct
         lows: list[jax.ShapeDtypeStruct | None] = [None] * len(outs)
         of_parts = list(lows)
         for s, f in enumerate(factors):
             if f is not None:
-                width = self.ranks(s, f)
+                width = self.ranks(s)
                 lows[s] = shape((rows, self.n * width), f.B.dtype)
                 if split > 1:
                     of_parts[s] = shape((split, self.n, self.rows, width), "float32")
@@ -117,11 +133,14 @@ class Plan:
             "outs": [shape((parts, t, d), "float32") for d in outs],
         }
 
-    def low_block(self, factors: LowRank) -> int:
-        """The ranks that a program shrinks to."""
-        return block_size(factors, self.tile.shrink_r)
-
-    def ranks(self, s: int, factors: LowRank) -> int:
+    def ranks(self, s: int) -> int:
         """The columns of a tile in x A of slice s: a power of two, so that blocks of ranks hold
         whole tiles, or a tile whole blocks, and the bits of a row do not hang on its tile."""
-        return (self.firsts_low[s + 1] - self.firsts_low[s]) * self.low_block(factors)
+        return (self.firsts_low[s + 1] - self.firsts_low[s]) * self.low_blocks[s]
+
+
+def _low_block(factors: LowRank, tile: LinearTile, tiles: Tiles) -> int:
+    """The ranks that a program shrinks to: with tiles of one row, in which another program costs
+    no further reads of x to speak of, a quarter of what an adapter can have at most."""
+    most = power_of_two(most_ranks([factors])) // 4 if tiles.size == 1 else tile.shrink_r
+    return block_size(factors, min(tile.shrink_r, most))

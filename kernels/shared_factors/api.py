@@ -1,9 +1,9 @@
 """Terms on factors that many adapters share: read once per step, however many tenants."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from scute_jax.kernels.dispatch import Implementation, Op
+from scute_jax.kernels.parts import add_parts
 from scute_jax.kernels.pools import Shared
 from scute_jax.kernels.shared_factors import pallas_triton, reference
 
@@ -39,7 +39,7 @@ def _reference(h, x, shared, slot):
 
 
 def _sum(h: Float[Array, "*parts t d_out"]) -> Float[Array, "t d_out"]:
-    return h if h.ndim == 2 else jnp.sum(h, axis=0)
+    return h if h.ndim == 2 else add_parts(h)
 
 
 _OP = Op("shared_factors", _reference, pallas_triton.shared_factors)

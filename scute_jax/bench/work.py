@@ -24,6 +24,7 @@ from scute_jax.kernels import (
     shared_factors,
     sparse_update,
 )
+from scute_jax.kernels.arrivals import zero_counts
 from scute_jax.kernels.block_rotate.pallas import block_rotate as rotate_twin
 from scute_jax.kernels.precision import einsum
 from scute_jax.kernels.segmented_expand.pallas import segmented_expand
@@ -123,10 +124,11 @@ def riding_work(
     op: Op = Op(),  # noqa: B008
     groups: Sequence[str] = (),
     adapters: bool = True,
+    xla: bool = False,
 ) -> Work:
-    """The base products of some groups (all, if none is named) with the adapters that ride on them;
-    without adapters, the products alone: XLA's, or those of the op's tiles. Its bytes are those of
-    the weights and the factors."""
+    """The base products of some groups (all, if none is named) with the adapters that ride on them,
+    or alone: in the same launches or, with `xla`, as XLA makes them. Its bytes are those of the
+    weights and the factors."""
     names, tiles = list(groups) or list(load.layer.groups), load.segments().tiles
     (xs, _), stack = _update_arrays(load, 2, False)
     weights = _weights(load.layer, 2)
@@ -135,21 +137,25 @@ def riding_work(
         d_in * d_out + adapters * sum(load.ranks) * (d_in + d_out) for d_in, d_out in widths
     )
 
-    def one(x, Ws, parts):
+    def one(x, Ws, parts, counts):
         none, same = (None,) * len(Ws), (x,) * len(Ws)
-        parts = parts if adapters else none
-        if not (adapters or op.tiles):
+        if xla:
             return tuple(einsum("ti,io->to", x, W) for W in Ws)
+        parts = tuple(at_tiles(p, tiles.slot) for p in parts) if adapters else none
+        args = (same, x, Ws, parts, none, none, tiles, counts)
         if not op.tiles:
-            args = (same, x, Ws, parts, none, none, tiles)
             return segmented_linear(*args, implementation=op.how)
-        args = (same, x, Ws, tuple(at_tiles(p, tiles.slot) for p in parts), none, none, tiles)
-        return linear_twin(*args, None, *op.tiles, interpret=op.interpret)
+        return linear_twin(*args, *op.tiles, interpret=op.interpret)
 
     def whole(state, layer):
         xs, hs = state
         ((key, groups),) = layer.items()
-        return xs, hs | {key: {name: one(xs[name], *own) for name, own in groups.items()}}
+        counts = zero_counts(len(groups))  # in one launch, as in serving
+        made = {
+            name: one(xs[name], *own, count)
+            for (name, own), count in zip(groups.items(), counts, strict=True)
+        }
+        return xs, hs | {key: made}
 
     # Each layer has results of its own: what the next one overwrote unread would not be computed.
     layers = [

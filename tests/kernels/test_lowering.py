@@ -35,8 +35,8 @@ def zeros(dtype, *shape):
     return jnp.zeros(shape, dtype)
 
 
-def low_rank(dtype, d_in=D, d_out=D):
-    table, rank = zeros("int32", K, 2), zeros("int32", K)
+def low_rank(dtype, d_in=D, d_out=D, pages=2):
+    table, rank = zeros("int32", K, pages), zeros("int32", K)
     return LowRank(zeros(dtype, 6, 16, d_in), zeros(dtype, 6, 16, d_out), table, rank)
 
 
@@ -112,6 +112,16 @@ def test_the_product_with_what_rides_on_it(dtype, size, scaled, tile):
     scale = shift if scaled else (None,) * 3
     twin = partial(segmented_linear, tile=tile)
     lowers(twin, (x,) * 3, x, (W,) * 3, factors, scale, shift, tiles)
+
+
+@tile_sizes
+@pytest.mark.parametrize("pages", [1, 5, 6, 16])
+def test_any_number_of_pages_rides(size, pages):
+    x, _, _, tiles = batch("bfloat16", "bfloat16", size)
+    W, none = zeros("bfloat16", D, D), (None,)
+    factors = (at_tiles(low_rank("bfloat16", pages=pages), tiles.slot),)
+    twin = partial(segmented_linear, tile=LinearTile())
+    lowers(twin, (x,), x, (W,), factors, none, none, tiles)
 
 
 @mixes

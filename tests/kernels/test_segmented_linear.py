@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import scute_jax as sj
 from scute_jax.kernels import at_tiles
 from scute_jax.kernels.arrivals import zero_counts
+from scute_jax.kernels.parts import add_parts
 from scute_jax.kernels.segmented_linear import pallas_triton, segmented_linear
 from scute_jax.kernels.segmented_linear.low import Low
 from scute_jax.kernels.segmented_linear.plan import LinearTile, Plan
@@ -42,7 +43,7 @@ def problem(rng, d_in, outs, rows, ranks, tile, dtype="float32", slots=("", "s",
 
 
 def summed(parts):
-    return tuple(jnp.sum(own, axis=0) for own in parts)
+    return tuple(map(add_parts, parts))
 
 
 def check(forms, ids, args, got, share):
@@ -102,11 +103,11 @@ def test_every_dtype_and_definition(dtype, share, how):
 
 
 FEW, MANY = (3, 5, 7, 16), (3, 5, 33, 16)  # ranks: a product with B holds four tiles, or one
-TILE = LinearTile(block_n=64, shrink_k=64)
+TILE = LinearTile(block_n=64, shrink_k=64, shrink_r=16)
 # d_in, tile, slots, parts of d_in; with the last, low B is added in the midst of a product.
 CASES = {
     "one product": (60, TILE, ("", "s", "b", "sb"), 1),
-    "parts": (200, TILE, ("", "s", "b", "sb"), 4),
+    "parts": (200, replace(TILE, part_r=32), ("", "s", "b", "sb"), 4),
     "after the product": (200, replace(TILE, programs=3), ("", "s", "b", "sb"), 1),
     "in the midst": (200, replace(TILE, programs=3), ("", "b"), 1),
 }
@@ -126,6 +127,10 @@ def test_what_a_row_does_not_use_never_reaches_it(ranks, d_in, tile, slots, part
     (f,) = factors
     pages = np.asarray(f.table)[bad, : -(-ranks[bad] // 16)]
     poisoned = f.replace(A=f.A.at[pages].set(jnp.nan), B=f.B.at[pages].set(jnp.inf))
+    for k, rank in enumerate(ranks):  # what lies behind the ranks of an adapter
+        rest = np.asarray(f.table)[k, (rank - 1) // 16], slice(1 + (rank - 1) % 16, None)
+        A, B = (pool.at[rest].set(jnp.inf) for pool in (poisoned.A, poisoned.B))
+        poisoned = poisoned.replace(A=A, B=B)
     x = x.at[row].set(jnp.nan)
     (got,) = _by_tile(((x,), x, Ws, (poisoned,), scale, shift, tiles), tile)
     others = (ids != bad) & (np.arange(len(ids)) != row)
@@ -141,6 +146,7 @@ def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in, tile, slots, p
     forms, ids, args = problem(rng, d_in, (130,), 40, ranks, 16, slots=slots)
     xs, x, Ws, *pools, tiles = args
     plan = Plan.make(tile, d_in, [130], pools[0], tiles, True)
+    assert (plan.low_parts > 1) == (parts > 1)  # a row has low B in one of them
     assert plan.spans.parts == parts and plan.spans_low.parts == -(-d_in // 64)
     whole = _by_tile(args, tile)
     check(forms, ids, args, whole, 1e-5)
@@ -152,6 +158,28 @@ def test_the_bits_of_a_row_do_not_hang_on_the_others(ranks, d_in, tile, slots, p
         tiles = sj.segments(other, 4, presorted=True, tile=16).tiles
         (again,) = _by_tile(((moved,), moved, Ws, *pools, tiles), tile)
         assert np.array_equal(np.asarray(again)[-len(keep) :], np.asarray(whole[0])[keep])
+
+
+def test_tiles_of_one_row():
+    """The ranks of a tile are a power of two, as its place may show in no bit. Base rows are in
+    tiles of slot 0, which they do not use."""
+    rng, tile = np.random.default_rng(3), LinearTile(block_n=64, programs=8)
+    forms, _, args = problem(rng, 200, (130,), 8, (70, 3, 90), 1)
+    xs, x, Ws, (f,), scale, shift, _ = args
+    ids = np.asarray([-1, -1, -1, 0, 1, 1, 2, 2])
+    tiles = sj.segments(ids, 3, presorted=True, tile=1).tiles
+    args = xs, x, Ws, (f,), scale, shift, tiles
+    ranks = Plan.make(LinearTile(), 200, [130], (f,), tiles, True).ranks(0)
+    assert ranks >= 90 and ranks & (ranks - 1) == 0
+    (whole,) = _by_tile(args, tile)
+    check(forms, ids, args, (whole,), 1e-5)
+    first, alone = jnp.roll(x, 2, axis=0), sj.segments([2] * 8, 3, presorted=True, tile=1).tiles
+    (again,) = _by_tile(((first,), first, *args[2:-1], alone), tile)  # its rows in other tiles
+    assert np.array_equal(np.asarray(again)[:2], np.asarray(whole)[ids == 2])
+    pages = np.asarray(f.table)[0]
+    poisoned = f.replace(A=f.A.at[pages].set(jnp.nan), B=f.B.at[pages].set(jnp.inf))
+    (got,) = _by_tile((xs, x, Ws, (poisoned,), scale, shift, tiles), tile)
+    assert np.array_equal(np.asarray(got)[ids != 0], np.asarray(whole)[ids != 0])
 
 
 def test_of_finite_numbers_nothing_is_made_anew(monkeypatch):
