@@ -49,8 +49,8 @@ SHAPES = {  # d_in, widths of the slices, rows, rows of a tile, dtype
     "half": (96, (130,), 70, 32, "float16"),
     "long tiles": (40, (48, 33), 200, 64, "bfloat16"),
 }
-DEEP = {  # of the base product with what rides on it: x A in parts; low B in the midst of x W
-    "deep": (1200, (40,), 20, 16, "bfloat16"),
+DEEP = {  # of a base product with what rides on it: x A and low B in parts; low B in the midst
+    "deep": (1200, (40,), 60, 4, "bfloat16"),
     "many columns": (200, (20_000,), 20, 16, "bfloat16"),
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-6, "float16": 2**-8}  # of the largest number

@@ -181,12 +181,13 @@ def _wall(bench: Bench, rows: int, rank: int) -> tuple[float, dict]:
 
 
 def _riding(bench: Bench, rows: int, rank: int) -> tuple[float, dict]:
-    """What adapters add to XLA's base products of a layer, in one launch with them."""
+    """What adapters add to the base products of a layer, in one launch with them."""
     load = bench.uniform(rows, rank)
-    alone = riding_work(load, bench.effort, bench.op, adapters=False)
-    ratio, walls = _ratio(bench, alone, riding_work(load, bench.effort, bench.op))
+    work = partial(riding_work, load, bench.effort, bench.op)
+    over_xla, _ = _ratio(bench, work(adapters=False, xla=True), work())
+    ratio, walls = _ratio(bench, work(adapters=False), work())
     base, whole = walls["walls_us"]
-    return whole - base, walls | {"over_base": ratio}
+    return whole - base, walls | {"over_base": ratio, "over_xla": over_xla}
 
 
 def _faster(bench: Bench, rows: int) -> tuple[float, dict]:
