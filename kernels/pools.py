@@ -23,7 +23,7 @@ class LowRank:
 
     Row q of page table[k, p] holds rank p * page + q of adapter k, of A and of B.
     Invariants: rank[k] <= w * page; ranks from rank[k] on are undefined and never used.
-    With `by_tile`, K counts the tiles of a batch: the tables are looked up, see `at_tiles`. Then
+    With `places`, K counts the tiles of a batch: the tables are looked up, see `at_tiles`;
     places[k, r] is the row of rank r counted through all pages, -1 = none.
     """
 
@@ -31,8 +31,11 @@ class LowRank:
     B: Float[Array, "n page d_out"]
     table: Int[Array, "K w"]
     rank: Int[Array, "K"]
-    by_tile: bool = struct.field(pytree_node=False, default=False)
     places: Int[Array, "K r"] | None = None
+
+    @property
+    def by_tile(self) -> bool:
+        return self.places is not None
 
 
 def most_ranks(factors: Sequence[LowRank | None]) -> int:
@@ -46,7 +49,7 @@ class Vectors:
 
     values: Float[Array, "n d"]
     row: Int[Array, "K"]
-    by_tile: bool = struct.field(pytree_node=False, default=False)  # as in LowRank
+    by_tile: bool = struct.field(pytree_node=False, default=False)  # K counts tiles, as in LowRank
 
 
 Pool = TypeVar("Pool", LowRank, Vectors)
@@ -69,7 +72,7 @@ def at_tiles(pool: Pool | None, slot: Int[Array, "n"]) -> Pool | None:
         return pool
     found = {name: jnp.take(getattr(pool, name), slot, axis=0, mode="clip") for name in tables}
     if isinstance(pool, LowRank):
-        found["places"] = _places(found["table"], found["rank"], pool.A.shape[1])
+        return replace(pool, places=_places(**found, page=pool.A.shape[1]), **found)
     return replace(pool, by_tile=True, **found)
 
 

@@ -1,6 +1,9 @@
 """Few rows in half precision: adapters ride on the base product, whatever else there is, but for
 ranks past what is worth it and output rotations."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +33,7 @@ def forms_of(rng, d_out, kind):
     def form(*args, **kwargs):
         return random_form(rng, D_IN, d_out, *args, **kwargs)
 
-    own = [form("sb", terms=[term(33)]), form("s"), form(terms=[term(5)]), form()]
+    own = [form("sb", terms=[term(100)]), form("s"), form(terms=[term(5)]), form()]
     if kind == "many ranks":
         return [*own, form("b", terms=[term(257)])]
     if kind == "riding":
@@ -65,6 +68,9 @@ def test_beside_every_other_route(kind, parts, presorted):
     seg = sj.segments(ids, count, presorted=presorted)
     how = {"out_dtype": jnp.float32, "parts": parts, "implementation": "pallas"}
     got = apply_fused(sites, half[-1], seg, **how)
+    traced = str(jax.make_jaxpr(partial(apply_fused, **how))(sites, half[-1], seg))
+    rides = kind in ("riding", "more after it")
+    assert ("segmented_shrink" in traced) != rides
     for W, own, y in zip(half, forms, got, strict=False):
         y = np.asarray(jnp.sum(y, axis=0) if parts else y, np.float64)
         W64, x64 = (np.asarray(a, np.float64) for a in (W, half[-1]))
