@@ -55,11 +55,11 @@ class AdapterBank:
         self._widths = {site: widths[site] for site in capacity.entries}
         self._pools = Pools(empty_arrays(self._widths, capacity, self.dtype), self._widths)
         self._whole = self._pools.view(lambda site, slots: slots)
-        self._tables: dict[tuple[str, str], list[tuple[Key, str]]] = {
+        self._tables: dict[tuple[str, str], list[tuple[Key, str, tuple[int, ...]]]] = {
             (site, kind): [
-                ((site, f"{kind}/{part}"), part)
+                (key, part, self._pools.shape(key))
                 for part in TABLES
-                if (site, f"{kind}/{part}") in self._pools
+                if (key := (site, f"{kind}/{part}")) in self._pools
             ]
             for site, counts in capacity.entries.items()
             for kind in counts
@@ -264,8 +264,8 @@ class AdapterBank:
         for site in {**before, **held}:
             form, own = sites.get(site, NormalForm()), held.get(site, {})
             for kind in {**before.get(site, {}), **own}:
-                for key, part in self._tables[site, kind]:
-                    row = self._table_row(kind, part, self._pools.shape(key), own, form)
+                for key, part, shape in self._tables[site, kind]:
+                    row = self._table_row(kind, part, shape, own, form)
                     writes[key] = [(slot, row)]
         return writes
 

@@ -21,7 +21,7 @@ from scute_jax.slots import SiteSlots
 # What is written to an array: (index of the entry, value) each. A value may be shorter than the
 # entries of the array: the rest becomes zero.
 Writes = dict[Key, list[tuple[int, Any]]]
-Group = tuple[str, Any]  # kind and layer, of arrays that are written together
+GroupKey = tuple[str, Any]  # kind and layer, of arrays that are written together
 Write = tuple[int, Any]
 SMALL = 1 << 16  # bytes of an entry that travels together with others
 INT = np.dtype(np.int32)
@@ -42,19 +42,18 @@ class Pools:
         named = dict(arrays)
         self._arrays = list(named.values())
         self._place = {key: i for i, key in enumerate(named)}
-        self._group = {key: _group(key) for key in named}
-        groups: dict[Group, list[int]] = {}
-        for key, i in self._place.items():
+        groups: dict[GroupKey, list[Key]] = {}
+        for key in named:
             if not key[1].startswith("order/"):  # those stay as they are
-                groups.setdefault(self._group[key], []).append(i)
+                groups.setdefault(_group(key), []).append(key)
         self._groups = {
-            group: (tuple(places), _Layout.of([self._arrays[i] for i in places]))
-            for group, places in groups.items()
+            group: _Group.of({self._place[key]: named[key] for key in keys})
+            for group, keys in groups.items()
+        }
+        self._member = {
+            key: (group, i) for group, keys in groups.items() for i, key in enumerate(keys)
         }
         self._sites = all_slots(self._place, widths)  # slots with places in place of arrays
-        # What small arrays were last given. They get it again where a call has nothing for them:
-        # to leave one out on the device would cost a kernel for each.
-        self._last: list[Write] = [(0, _first(array)) for array in self._arrays]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._place
@@ -85,31 +84,24 @@ class Pools:
 
     def warm_up(self) -> None:
         """Compiles the writes of every group."""
-        for group in self._groups:
+        for group in self._groups.values():
             self._put_group(group, {})
 
     def put(self, writes: Writes) -> None:
         """Carries out the writes: those of a group in as many calls as one array gets entries."""
-        groups: dict[Group, list[dict[int, Write]]] = {}
+        calls: dict[tuple[GroupKey, int], dict[int, Write]] = {}
         for key, own in writes.items():
-            rounds, place = groups.setdefault(self._group[key], []), self._place[key]
-            rounds += [{} for _ in range(len(own) - len(rounds))]
-            for write, entries in zip(own, rounds, strict=False):
-                entries[place] = write
-        for group, rounds in groups.items():
-            for entries in rounds:
-                self._put_group(group, entries)
+            group, i = self._member[key]
+            for call, write in enumerate(own):
+                calls.setdefault((group, call), {})[i] = write
+        for (group, _), entries in calls.items():
+            self._put_group(self._groups[group], entries)
 
-    def _put_group(self, group: Group, writes: Mapping[int, Write]) -> None:
-        places, layout = self._groups[group]
-        last = [self._last[i] for i in places]
-        values = layout.values([writes.get(i) for i in places], last)
-        written = _put_entries([self._arrays[i] for i in places], *values)
-        for i, array in zip(places, written, strict=True):
+    def _put_group(self, group: "_Group", writes: Mapping[int, Write]) -> None:
+        values = group.values(writes)
+        written = _put_entries([self._arrays[i] for i in group.places], *values)
+        for i, array in zip(group.places, written, strict=True):
             self._arrays[i] = array
-        for i, small in zip(places, layout.small, strict=True):
-            if small and i in writes:  # a copy: the array may be the caller's own
-                self._last[i] = writes[i][0], np.array(writes[i][1])
 
 
 @dataclass(frozen=True)
@@ -121,13 +113,9 @@ class _Layout:
     an index past the end where nothing is written.
     """
 
-    ends: tuple[int, ...]  # entries of each array
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
     small: tuple[bool, ...]
     spans: tuple[slice, ...]  # where each small entry lies in its vector
     lengths: tuple[int, int]  # of the two vectors
-    dtype: np.dtype  # of the second
 
     @classmethod
     def of(cls, arrays: Sequence[Array]) -> "_Layout":
@@ -137,38 +125,63 @@ class _Layout:
             which, size = int(array.dtype != INT), _size(array) if together else 0
             spans.append(slice(lengths[which], lengths[which] + size))
             lengths[which] += size
-        others = [np.dtype(array.dtype) for array in arrays if array.dtype != INT]
-        return cls(
-            ends=tuple(array.shape[0] for array in arrays),
-            shapes=tuple(array.shape[1:] for array in arrays),
-            dtypes=tuple(INT if a.dtype == INT else np.dtype(a.dtype) for a in arrays),
-            small=small,
-            spans=tuple(spans),
-            lengths=(lengths[0], lengths[1]),
-            dtype=others[0] if others else np.dtype(np.float32),
-        )
+        return cls(small, tuple(spans), (lengths[0], lengths[1]))
+
+
+@dataclass
+class _Group:
+    """The arrays that are written together, and what the last call wrote.
+
+    Small arrays get that again where a call has nothing for them: to leave one out on the device
+    would cost a kernel for each.
+    """
+
+    places: tuple[int, ...]
+    layout: _Layout
+    entries: list[jax.ShapeDtypeStruct]  # of each array
+    ints: np.ndarray
+    others: np.ndarray
+    nothing: dict[int, Array]  # what a large array gets then, kept on the device
+    ends: dict[int, int]  # and the index, past its end
+
+    @classmethod
+    def of(cls, arrays: Mapping[int, Array]) -> "_Group":
+        """The arrays by place, as they were made."""
+        own = list(arrays.values())
+        layout = _Layout.of(own)
+        entries = [jax.ShapeDtypeStruct(a.shape[1:], np.dtype(a.dtype)) for a in own]
+        dtype = next((entry.dtype for entry in entries if entry.dtype != INT), np.float32)
+        ints, others = (np.zeros(n, d) for n, d in zip(layout.lengths, (INT, dtype), strict=True))
+        for i, array in enumerate(own):
+            if layout.small[i] and array.dtype == INT:  # pools are zero, tables have what is none
+                ints[layout.spans[i]] = np.asarray(array)[0].reshape(-1)
+        large = [i for i, small in enumerate(layout.small) if not small]
+        nothing = {i: _zeros(entries[i].shape, entries[i].dtype) for i in large}
+        ends = {i: own[i].shape[0] for i in large}
+        return cls(tuple(arrays), layout, entries, ints, others, nothing, ends)
 
     def values(
-        self, writes: Sequence[Write | None], last: Sequence[Write]
+        self, writes: Mapping[int, Write]
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray | Array]]:
-        """The two vectors and the large entries; `last` stands in for small ones not written."""
-        ints, others = np.zeros(self.lengths[0], INT), np.zeros(self.lengths[1], self.dtype)
-        index, large = list(self.ends), []
-        for i, write in enumerate(writes):
-            if self.small[i]:
-                index[i], value = last[i] if write is None else write
-                vector = ints if self.dtypes[i] is INT else others
-                _fill(vector[self.spans[i]].reshape(self.shapes[i]), value)
-            elif write is None:
-                large.append(_zeros(self.shapes[i], self.dtypes[i]))
+        """The two vectors and the large entries; `writes` by the place of the array in the group.
+
+        The device may still read what earlier calls returned, which is never written to.
+        """
+        ints, others, large = self.ints.copy(), self.others.copy(), dict(self.nothing)
+        for i, end in self.ends.items():
+            ints[i] = end
+        for i, (index, value) in writes.items():
+            ints[i], entry = index, self.entries[i]
+            if self.layout.small[i]:
+                vector = ints if entry.dtype == INT else others
+                _fill(vector[self.layout.spans[i]].reshape(entry.shape), value)
             else:
-                index[i] = write[0]
-                large.append(_as(write[1], self.shapes[i], self.dtypes[i]))
-        ints[: len(index)] = index
-        return ints, others, large
+                large[i] = _as(value, entry)
+        self.ints, self.others = ints, others
+        return ints, others, list(large.values())
 
 
-def _group(key: Key) -> Group:
+def _group(key: Key) -> GroupKey:
     """("factors", "layers.3") of "layers.3.mlp.up_proj", "factors/A"."""
     place, name = key
     if isinstance(place, str):
@@ -177,30 +190,26 @@ def _group(key: Key) -> Group:
     return name.partition("/")[0], None  # of shared pairs, and the orders of rotations
 
 
-def _as(value: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _as(value: Any, entry: jax.ShapeDtypeStruct) -> np.ndarray:
     value = np.asarray(value)
-    if value.shape != shape:
-        value, given = np.zeros(shape, dtype), value
+    if value.shape != entry.shape:
+        value, given = np.empty(entry.shape, entry.dtype), value
         _fill(value, given)
-    return np.ascontiguousarray(value, dtype)
+    return np.ascontiguousarray(value, entry.dtype)
 
 
 def _fill(entry: np.ndarray, value: Any) -> None:
+    """Fills an entry with a value; where that is shorter, the rest becomes zero."""
     value = np.asarray(value)
-    if value.shape == entry.shape or not value.shape:
+    if value.shape == entry.shape:
         entry[...] = value
     else:
+        entry[...] = 0
         entry[tuple(map(slice, value.shape))] = value
 
 
 def _size(array: Array) -> int:
     return math.prod(array.shape[1:])
-
-
-def _first(array: Array) -> Any:
-    """The first entry of an array that is as it was made: pools are zero, tables are small."""
-    small = _size(array) * INT.itemsize <= SMALL
-    return np.asarray(array)[0] if array.dtype == INT and small else 0
 
 
 @partial(jax.jit, donate_argnums=0)
