@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -90,6 +91,7 @@ class Engine:
         self._arrived: deque[Sequence] = deque()
         self._cancelled: deque[Sequence] = deque()
         self._launched: deque[Launched] = deque()
+        self._torn = False  # a step began and did not end: less may be computed than was noted
         self._failures = 0  # out of memory, since a decode call went well
         self._out_of_memory = 0
 
@@ -121,8 +123,8 @@ class Engine:
         adapter for requests to come; those submitted before finish on the old one.
         Raises: AdapterError; then the engine is as it was.
         """
-        if not name:
-            raise AdapterError("an adapter needs a name.")
+        if not isinstance(name, str) or not name:
+            raise AdapterError(f"an adapter needs a name, not {name!r}.")
         if isinstance(adapter, Adapter):
             check_finite(adapter, name)
         else:
@@ -170,17 +172,21 @@ class Engine:
         with self._lock, self._compilations:
             for tenant in planned:
                 self._residency.expect(tenant)
-            try:
-                self._residency.warm_up()
-                self._parts.runner.warm_up(progress or (lambda done, total, what: None))
-            except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                self._recover(error)
+            failed = None
+            with self._whole():
+                try:
+                    self._residency.warm_up()
+                    self._parts.runner.warm_up(progress or (lambda done, total, what: None))
+                except jax.errors.JaxRuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
+                    self._recover(error)
+                    failed = error
+            if failed is not None:
                 raise OutOfDeviceMemory(
                     "the device has no memory left for the steps; give the KV cache less (memory=) "
                     "or have smaller steps (prefill_blocks=, decode_rows=)."
-                ) from error
+                ) from failed
 
     def stats(self) -> EngineStats:
         """What the engine has done and holds; see EngineStats."""
@@ -300,17 +306,21 @@ class Engine:
         return bool(self._arrived or self._cancelled or self._launched or running)
 
     def step(self) -> None:
-        """One round: launches what the scheduler gives and reads the oldest results."""
+        """One round: launches what the scheduler gives and reads the oldest results.
+
+        If it raises (a KeyboardInterrupt, say), the next one computes again what ran.
+        """
         with self._lock, self._compilations:
             self._take_in()
             if self._opened is None:  # nobody has asked for anything yet
                 return
-            try:
-                self._round()
-            except RuntimeError as error:
-                if not out_of_memory(error) or not self._parts.scheduler.running:
-                    raise
-                self._recover(error)
+            with self._whole():
+                try:
+                    self._round()
+                except RuntimeError as error:
+                    if not out_of_memory(error) or not self._parts.scheduler.running:
+                        raise
+                    self._recover(error)
 
     # How the device is divided.
 
@@ -406,8 +416,26 @@ class Engine:
                 "the device ran out of memory while this request ran, the last to arrive; give the "
                 f"KV cache less (memory=), or have fewer rows or adapters at a time. {reason}",
             )
-        self._parts.scheduler.preempt_all()
         self._parts.scheduler.shrink()
+        self._start_over()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is launched within counts once it is left; after an exception all is started over
+        before anything else is launched."""
+        if self._torn:
+            self._start_over()
+        self._torn = True
+        yield
+        self._torn = False
+
+    def _start_over(self) -> None:
+        """Takes what runs off the device, to be computed again on an empty cache."""
+        self._launched.clear()
+        for sequence in self._parts.scheduler.running:
+            if sequence.ended is not None:  # its last token was read, and no more
+                self._retire(sequence, sequence.ended)
+        self._parts.scheduler.preempt_all()
         if self._residency.lost:
             self._residency.forget()
         self._parts.pages.forget()
@@ -426,7 +454,7 @@ class Engine:
                 sequence.prompt_scores.append(token)
         fresh: dict[Sequence, list[int]] = {}
         ends: dict[Sequence, tuple[FinishReason, str | None]] = {}
-        for sequence, token in generated(launched):
+        for sequence, token in list(generated(launched)):  # waits here, before anything is noted
             if sequence.finished or sequence in ends:
                 continue
             if math.isnan(token.logprob):

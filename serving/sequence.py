@@ -48,6 +48,7 @@ class Sequence:
     row: int | None = None  # its row in the decode state, once its prompt is complete
     scheduled: int = 0
     overtaken: int = 0  # how often a later request was admitted before it
+    ended: FinishReason | None = None  # why its text ends with its last token
     finished: bool = False
 
     arrived_at: float = field(default_factory=time.monotonic)
@@ -57,11 +58,11 @@ class Sequence:
     def add(self, token: Token) -> FinishReason | None:
         """Adds a generated token; the reason to finish if the text ends with it."""
         self.tokens.append(token)
-        if token.token in self.stop_tokens:
-            return "stop"
-        if self.text.push(token.token):
-            return "stop"
-        return "length" if len(self.prompt) + len(self.tokens) >= self.limit else None
+        if token.token in self.stop_tokens or self.text.push(token.token):
+            self.ended = "stop"
+        elif len(self.prompt) + len(self.tokens) >= self.limit:
+            self.ended = "length"
+        return self.ended
 
     def completion(self, reason: FinishReason, error: str | None = None) -> Completion:
         """What the requester gets in the end."""

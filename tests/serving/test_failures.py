@@ -8,6 +8,7 @@ from lora_engine import alone, ask, lora, new_engine, tokens
 from scute_jax import Adapter, AdapterError, NormalForm, bank_pools
 from scute_jax.bank import AdapterBank
 from scute_jax.serving import OutOfDeviceMemory
+from scute_jax.serving import engine as engine_module
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nmore"
 
@@ -154,6 +155,55 @@ def test_an_eviction_that_fails_halfway_leaves_nothing_behind(monkeypatch, stop)
     assert tokens(engine.generate([ask("other"), ask()])) == expected
     engine.add_adapter("t2", lora(1))
     assert tokens(engine.generate([ask("other"), ask(), ask("t2")]))[:2] == expected
+
+
+def long_requests():
+    """Prompts of several pages, which the next request with the same prompt would share."""
+    return [ask(("t0", None)[i % 2], 40 + 3 * i, 12, i) for i in range(5)]
+
+
+@pytest.mark.parametrize("which", ["_prefill", "_decode"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_after_an_interrupt_nothing_is_shared_that_was_not_computed(which, ran):
+    engine, expected = three(), alone(three(), long_requests())
+    runner = engine._parts.runner
+    step = getattr(runner, which)
+
+    def stopped(*args, **how):
+        if ran:
+            step(*args, **how)
+        raise KeyboardInterrupt
+
+    setattr(runner, which, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(long_requests())
+    setattr(runner, which, step)
+    assert tokens(engine.generate(long_requests())) == expected
+    assert clean(engine)
+
+
+@pytest.mark.parametrize("where", ["_prefill", "_decode", "generated"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_requests_go_on_after_an_interrupt(where, ahead, monkeypatch):
+    engine, expected = three(ahead=ahead), alone(three(), long_requests())
+    place = engine_module if where == "generated" else engine._parts.runner
+    step, calls = getattr(place, where), iter(range(99))
+
+    def at_times(*args, **how):
+        if next(calls) in (1, 3, 6):
+            raise KeyboardInterrupt
+        return step(*args, **how)
+
+    monkeypatch.setattr(place, where, at_times)
+    tickets, interrupts = [engine.submit(request) for request in long_requests()], 0
+    while engine.busy:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3
+    assert tokens([ticket.sink.take().completion for ticket in tickets]) == expected
+    assert clean(engine)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
