@@ -65,7 +65,7 @@ class Intake:
         if request.prompt_token_ids is not None:
             ids = tuple(request.prompt_token_ids)
             vocab = vocabulary(tenant.adapter, self._config.vocab_size)
-            wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]
+            wrong = [i for i in ids if not 0 <= i < vocab]
             if wrong:
                 raise RequestError(
                     f"prompt_token_ids holds {wrong[0]!r}; ids run from 0 to {vocab - 1}."

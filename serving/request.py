@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it: plain values, checked where they are made."""
 
-import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,6 +8,9 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = 1e6
+MAX_SCALE = 3e38  # what float32 holds
 
 
 class RequestError(ValueError):
@@ -35,8 +38,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list | tuple) else stop)
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):
                 object.__setattr__(self, name, 0 if getattr(self, name) else None)
@@ -69,8 +72,11 @@ class Request:
                 "a request needs exactly one of prompt, messages and prompt_token_ids; "
                 f"this one has {' and '.join(given) or 'none of them'}."
             )
+        _check_prompt(self)
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling must be SamplingParams, not {self.sampling!r}.")
         if not isinstance(self.adapter, str | None):
-            names = tuple(self.adapter)
+            names = tuple(self.adapter) if isinstance(self.adapter, list | tuple) else ()
             if not names or not all(isinstance(name, str) and name for name in names):
                 raise RequestError(
                     f"adapter must be a name or a list of names, not {self.adapter!r}."
@@ -128,12 +134,40 @@ class Chunk:
     completion: Completion | None = None
 
 
+def _check_prompt(request: Request) -> None:
+    """Ids become a tuple of whole numbers, whatever kind of array they come in."""
+    prompt, messages, ids = request.prompt, request.messages, request.prompt_token_ids
+    if not isinstance(prompt, str | None):
+        raise RequestError(f"prompt has to be a string, not {prompt!r}.")
+    if messages is not None and not (
+        isinstance(messages, list | tuple)
+        and messages
+        and all(isinstance(message, Mapping) for message in messages)
+    ):
+        raise RequestError("messages has to be a list of objects with role and content.")
+    if ids is None:
+        return
+    try:
+        whole = tuple(map(_index, ids))
+    except TypeError:
+        message = f"prompt_token_ids has to be a list of whole numbers, not {ids!r:.80}."
+        raise RequestError(message) from None
+    object.__setattr__(request, "prompt_token_ids", whole)
+
+
+def _index(value: Any) -> int:
+    """A whole number of any kind. Raises: TypeError for anything else, a bool too."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
 def _check_scale(request: Request) -> None:
     scale, count = request.scale, len(request.adapter_names)
     numbers = scale if isinstance(scale, list | tuple) else (scale,)
     for n in numbers:
-        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n):
-            raise RequestError(f"scale must be a finite number, or a list of them, not {scale!r}.")
+        if isinstance(n, bool) or not isinstance(n, int | float) or not abs(n) < MAX_SCALE:
+            raise RequestError(f"scale must be a finite number, or a list of them, not {n!r:.50}.")
     if not count and any(n != 1 for n in numbers):
         raise RequestError("scale needs an adapter: the base model has no effect to scale.")
     if isinstance(scale, list | tuple):
@@ -148,7 +182,7 @@ def _check_scale(request: Request) -> None:
 def _check_sampling(p: SamplingParams) -> None:
     def need(ok: bool, name: str, what: str) -> None:
         if not ok:
-            raise RequestError(f"{name} must be {what}, not {getattr(p, name)!r}.")
+            raise RequestError(f"{name} must be {what}, not {getattr(p, name)!r:.50}.")
 
     def whole(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
@@ -158,15 +192,21 @@ def _check_sampling(p: SamplingParams) -> None:
 
     need(whole(p.max_tokens) and p.max_tokens >= 1, "max_tokens", "a whole number from 1 up")
     need(
-        number(p.temperature) and 0 <= p.temperature < float("inf"),
+        number(p.temperature) and 0 <= p.temperature <= MAX_TEMPERATURE,
         "temperature",
-        "a number from 0 up",
+        f"a number from 0 to {MAX_TEMPERATURE:,.0f}",
     )
     need(number(p.top_p) and 0 < p.top_p <= 1, "top_p", "a number above 0 and up to 1")
-    need(whole(p.top_k) and p.top_k >= 0, "top_k", "a whole number, 0 for no limit")
+    need(
+        whole(p.top_k) and 0 <= p.top_k <= MAX_TOP_K,
+        "top_k",
+        f"a whole number up to {MAX_TOP_K}, 0 for no limit",
+    )
     need(p.seed is None or whole(p.seed), "seed", "a whole number or null")
     need(
-        all(isinstance(s, str) and s for s in p.stop) and len(p.stop) <= MAX_STOP_STRINGS,
+        isinstance(p.stop, tuple)
+        and all(isinstance(s, str) and s for s in p.stop)
+        and len(p.stop) <= MAX_STOP_STRINGS,
         "stop",
         f"a string or up to {MAX_STOP_STRINGS} strings, none empty",
     )

@@ -147,10 +147,18 @@ def _engine(args: argparse.Namespace) -> list[dict]:
     paths = adapter_paths(args.adapter, args.adapters)
     if args.max_tokens < 2:
         raise ValueError(f"--max-tokens {args.max_tokens}: a step is the time between two tokens.")
+    for name in ("requests", "prompt_tokens"):
+        if (count := getattr(args, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {count}: give at least 1.")
     say(f"loading {args.model}")
     engine = Engine.from_pretrained(args.model, dtype=args.dtype, max_adapters=max(1, len(paths)))
     for name, path in paths.items():
         say(f"adapter {name}: {engine.add_adapter(name, path).method}")
+    if (whole := args.prompt_tokens + args.max_tokens) > engine.max_context:
+        raise ValueError(
+            f"--prompt-tokens and --max-tokens are {whole} together, but prompt and text may have "
+            f"{engine.max_context}."
+        )
     batches: dict[str, list[str | None]] = {"base": [None]}
     if paths:
         batches["base and adapters"] = [None, *paths]

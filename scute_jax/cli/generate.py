@@ -38,8 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 if every request got a text, 1 if some got an error, 130 if stopped."""
     paths = adapter_paths(args.adapter, args.adapters)
-    if not args.requests.is_file():
-        raise ValueError(f"--requests {args.requests}: there is no such file.")
+    if not args.requests.exists() or args.requests.is_dir():
+        kind = "is a folder" if args.requests.is_dir() else "there is no such file"
+        raise ValueError(f"--requests {args.requests}: {kind}.")
+    if args.output.exists() and args.output.samefile(args.requests):
+        raise ValueError(f"--output {args.output} is the file of the requests; give another one.")
     results = ResultsFile(args.output, args.resume)
     say(f"loading {args.model}")
     engine = Engine.from_pretrained(
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     )
     refused = add_adapters(engine, paths)
     names = (*BASE_NAMES, args.model, Path(args.model).name)
-    with args.requests.open(encoding="utf-8") as file:
+    with args.requests.open("rb") as file:
         lines = list(_lines(file, set(paths), names, results.done))
     if results.done:
         say(f"{args.output}: {len(results.done)} results are there, {len(lines)} to go")
@@ -63,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
             failed += completion.finish_reason == "error"
             status.step(1, len(completion.token_ids))
     if stop.asked:
-        say(f"stopped; what was begun is finished. Go on with --resume --output {args.output}")
+        behind = "" if args.order == "finished" else " as far as its turn had come"
+        say(
+            f"stopped; what was begun is finished{behind}. "
+            f"Go on with --resume --output {args.output}"
+        )
         return 130
     if failed:
         say(f"{failed} of {len(lines)} requests have an error in place of a text")
@@ -99,7 +106,8 @@ def add_adapters(engine: Engine, paths: dict[str, Path]) -> dict[str, str]:
 
 
 def _lines(file, adapters: set[str], base: tuple[str, ...], done: set[str]) -> Iterator[Line]:
-    """The lines that have no result yet; of lines with one id, the first holds it."""
+    """The lines of a file of bytes that have no result yet; of lines with one id, the first holds
+    it."""
     seen: dict[str, int] = {}
     for number, text in enumerate(file, 1):
         if not text.strip():
@@ -107,7 +115,10 @@ def _lines(file, adapters: set[str], base: tuple[str, ...], done: set[str]) -> I
         line = parse_line(text, number, adapters, base)
         if line.id in seen:
             message = f"line {number}: id {line.id!r} is that of line {seen[line.id]} already."
-            line = Line(f"line-{number}", None, message, line.model, line.url)
+            name = f"line-{number}"
+            while name in seen:
+                name += "-again"
+            line = Line(name, None, message, line.model, line.url)
         seen[line.id] = number
         if line.id not in done:
             yield line
@@ -188,4 +199,6 @@ class _StopSignals:
 
 def _memory(text: str) -> int | float:
     value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is neither bytes nor a share up to 1")
     return value if value <= 1 else int(value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from scute_jax.errors import AdapterError
@@ -126,16 +127,19 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
             f"folded: {' '.join(report['folded']) or 'none'}; "
             f"live: {' '.join(report['live']) or 'none'}"
         )
-        console.print(f"made for {report['base'] or 'a base it does not name'}", highlight=False)
+        base = escape(report["base"] or "a base it does not name")
+        console.print(f"made for {base}", highlight=False)
         console.print(_table(report))
         for note in report.get("notes", ()):
-            console.print(f"note: {note}", highlight=False)
+            console.print(f"note: {escape(note)}", highlight=False)
     for problem in report["problems"]:
-        console.print(f"[red]refused[/red]: {problem}", highlight=False)
+        console.print(f"[red]refused[/red]: {escape(problem)}", highlight=False)
     if not report["problems"]:
         checked = report["checked_against"]
         console.print(
-            f"can be served over {checked}" if checked else "readable; give --model to check it all"
+            f"can be served over {escape(checked)}"
+            if checked
+            else "readable; give --model to check it all"
         )
 
 

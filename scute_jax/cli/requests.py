@@ -34,15 +34,17 @@ class Line:
     url: str | None = None
 
 
-def parse_line(text: str, number: int, adapters: Collection[str], base: Collection[str]) -> Line:
+def parse_line(
+    text: str | bytes, number: int, adapters: Collection[str], base: Collection[str]
+) -> Line:
     """The request in a line; `number` counts from 1 and names a line that has no id.
 
     `base` holds the names by which an OpenAI body may ask for the base model.
     """
     name = f"line-{number}"
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number too long
         return Line(name, None, f"line {number} is no JSON: {error}.")
     if not isinstance(data, dict):
         return Line(name, None, f"line {number} is no JSON object.")
@@ -64,7 +66,7 @@ def _from_own(data: Mapping[str, Any], name: str, adapters, base) -> Request:
     known = {"id", "adapter", "scale", *PROMPTS, *SAMPLING}
     _refuse_unknown(data, known)
     sampling = {key: data[key] for key in SAMPLING if data.get(key) is not None}
-    return _request(
+    return Request(
         id=name,
         adapter=data.get("adapter"),
         scale=1.0 if data.get("scale") is None else data["scale"],
@@ -80,8 +82,10 @@ def _from_openai(
     body, url = data.get("body"), data.get("url")
     if not isinstance(body, dict):
         raise RequestError("body has to be an object.")
-    if url not in URLS:
+    if not isinstance(url, str) or url not in URLS:
         raise RequestError(f"url has to be one of {', '.join(URLS)}, not {url!r}.")
+    if data.get("method") not in (None, "POST"):
+        raise RequestError(f"method has to be POST, not {data['method']!r}.")
     chat = URLS[url] == "messages"
     limits = {"max_completion_tokens"} if chat else set()
     logprobs = {"logprobs", "top_logprobs"} if chat else {"logprobs"}
@@ -90,7 +94,7 @@ def _from_openai(
         if body.get(key) not in (None, neutral):
             raise RequestError(f"{key}={body[key]!r} is not served; leave it out.")
     model = body.get("model")
-    if model not in adapters and model not in base:
+    if not isinstance(model, str) or (model not in adapters and model not in base):
         raise RequestError(
             f"model {model!r} is neither an adapter nor the base model; "
             f"there are: {', '.join([*sorted(adapters)[:8], *base])}."
@@ -99,32 +103,20 @@ def _from_openai(
     if body.get("max_completion_tokens") is not None:
         sampling["max_tokens"] = body["max_completion_tokens"]
     wanted = body.get("logprobs")
+    if chat and body.get("top_logprobs") is not None and not wanted:
+        raise RequestError("top_logprobs needs logprobs to be true.")
     if chat and wanted:
         sampling["logprobs"] = body.get("top_logprobs") or 0
     elif not chat and wanted is not None:
         sampling["logprobs"] = wanted
     prompt = body.get(URLS[url])
-    ids = not chat and isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
-    return _request(
+    ids = not chat and isinstance(prompt, list)
+    return Request(
         id=name,
         adapter=model if model in adapters else None,
         sampling=SamplingParams(**sampling),
         **{"prompt_token_ids" if ids else URLS[url]: prompt},
     )
-
-
-def _request(**parts: Any) -> Request:
-    if parts.get("prompt") is not None and not isinstance(parts["prompt"], str):
-        raise RequestError("prompt has to be a string.")
-    messages = parts.get("messages")
-    if messages is not None and not (
-        isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
-    ):
-        raise RequestError("messages has to be a list of objects with role and content.")
-    ids = parts.get("prompt_token_ids")
-    if ids is not None and not isinstance(ids, list):
-        raise RequestError("prompt_token_ids has to be a list of whole numbers.")
-    return Request(**parts)
 
 
 def _refuse_unknown(data: Mapping[str, Any], known: Collection[str]) -> None:

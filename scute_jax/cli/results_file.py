@@ -1,11 +1,14 @@
 """The result file: records are appended as they come, so that a run that was killed can go on."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
+
+BEGIN = b'{"id": "'  # of every record
 
 
 class ResultsFile:
@@ -22,8 +25,12 @@ class ResultsFile:
         holds something else.
         """
         self.path, self.done = path, set[str]()
+        if not path.parent.is_dir():
+            raise ValueError(f"--output {path}: there is no folder {path.parent}.")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--output {path} is no regular file, to which records are appended.")
         self._whole = self._read() if path.exists() else 0
-        if self.done and not resume:
+        if not resume and path.exists() and path.stat().st_size:
             raise ValueError(
                 f"{path} holds {len(self.done)} results already; give --resume to go on with them, "
                 "or another --output."
@@ -41,7 +48,10 @@ class ResultsFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one record. Raises: OSError naming the file, if the disk is full for instance."""
-        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        line = (
+            text.encode(errors="backslashreplace") + b"\n"
+        )  # half a surrogate pair as JSON has it
         end, rest = self._file.tell(), memoryview(line)
         try:
             while rest:
@@ -65,18 +75,37 @@ class ResultsFile:
         whole = 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break  # cut off while it was written
+                cut = not line.endswith(b"\n")  # while it was written
                 try:
-                    self.done.add(_id(json.loads(line)))
-                except (ValueError, KeyError, TypeError):
+                    name = _id(json.loads(line))
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    begun = BEGIN.startswith(line[: len(BEGIN)])
+                    if cut and begun and isinstance(error, ValueError):
+                        break
                     raise ValueError(
                         f"{self.path} line {number} is no result of `scute generate`; "
                         "give another --output."
                     ) from None
+                if cut:
+                    break
+                self.done.add(name)
                 whole += len(line)
         return whole
 
 
 def _id(record: Mapping[str, Any]) -> str:
-    return str(record["custom_id"] if "custom_id" in record else record["id"])
+    """The id of a result. Raises: KeyError if it is none."""
+    openai = "custom_id" in record
+    needed = "response" if openai else "finish_reason"
+    if needed not in record:
+        raise KeyError(needed)
+    return str(record["custom_id" if openai else "id"])
+
+
+def _finite(value: Any) -> Any:
+    """A value with null for the numbers that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -100,7 +100,7 @@ def test_a_bad_line_or_adapter_gives_an_error_and_the_rest_goes_on(setup):
     expected = {
         "line-1": "no JSON",
         "x": "unknown field(s) 'promt'",
-        "y": "temperature must be a number from 0 up, not -1",
+        "y": "temperature must be a number from 0 to 1,000,000, not -1",
         "z": "adapter_config.json: cannot be read",
         "scaled": "2 numbers, but the request names 1 adapters",
         "line-6": "id 'z' is that of line 5",
