@@ -47,7 +47,9 @@ def greedy(logits: Float[Array, "b vocab"]) -> Int[Array, "b"]:
 
 
 def _gumbel(seed: UInt32[Array, ""], position: Int[Array, ""], vocab: int) -> Float[Array, "vocab"]:
-    key = jax.random.fold_in(jax.random.key(seed), position)
+    """Noise that hangs on seed and position alone: with another generator, which a process can make
+    jax's default, on the other rows as well."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.gumbel(key, (vocab,), jnp.float32)
 
 

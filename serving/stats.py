@@ -21,7 +21,7 @@ class AdapterStats:
     running: int
     waiting: int
     finished: int  # requests that got their text
-    failed: int  # requests that ended with an error
+    failed: int  # requests that ended with an error; what was refused at once is in none of these
     tokens: int  # generated
     seconds_to_first_token: float | None  # from submission
     seconds_per_token: float | None  # after the first

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from lora_engine import alone, ask, lora, new_engine, tokens
+
+from scute_jax.serving.sampling import SamplingRows, sample
 
 
 def engine_of(pages: int):
@@ -44,6 +48,18 @@ def test_in_any_company(expected):
     for first in range(0, 21, 3):
         few = slice(first, first + 3)
         assert tokens(engine.generate(requests()[few])) == expected[few]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_whatever_generator_the_process_has_made_the_default(impl):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(5, 97)), jnp.float32)
+    rows = SamplingRows(jnp.ones(5), jnp.ones(5), jnp.zeros(5, int), jnp.arange(5, dtype="uint32"))
+    position = jnp.arange(5) + 3
+    with jax.default_prng_impl(impl):
+        whole = sample(logits, rows, position)
+        args = (logits, rows, position)
+        own = [sample(*jax.tree.map(lambda a, i=i: a[i : i + 1], args))[0] for i in range(5)]
+    assert whole.tolist() == own == sample(*args).tolist()
 
 
 def test_after_preemptions(expected):
