@@ -45,6 +45,9 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._work, name="scute-engine", daemon=True)
 
     async def __aenter__(self) -> "AsyncEngine":
+        """Raises: RuntimeError if it was entered before."""
+        if self._thread.ident is not None:
+            raise RuntimeError("an AsyncEngine is entered once; make another of the same engine.")
         self._state = "running"
         self._thread.start()
         return self

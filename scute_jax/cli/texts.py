@@ -20,6 +20,13 @@ def read_texts(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Iterator[
 
     Raises: ValueError naming the line that is neither, or ids that the model does not have.
     """
+    try:
+        yield from _texts(path, tokenizer, vocab)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}.") from None
+
+
+def _texts(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Iterator[list[int]]:
     with path.open(encoding="utf-8-sig") as file:
         first = next((line for line in file if line.strip()), "")
     if not first.lstrip().startswith("{"):

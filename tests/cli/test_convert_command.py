@@ -148,6 +148,9 @@ def test_texts_in_every_form(model, tmp_path):
             list(read_texts(write_lines(tmp_path / "bad", [line]), tokenizer, 97))
     with pytest.raises(ValueError, match="plain.txt is text, but the base has no tokenizer"):
         list(read_texts(plain, None, 97))
+    plain.write_bytes(b"one \xff")
+    with pytest.raises(ValueError, match="plain.txt is no text in UTF-8: "):
+        list(read_texts(plain, tokenizer, 97))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -136,6 +136,19 @@ def test_closing_drains_or_cancels_and_then_takes_no_more(drain):
     assert not [t for t in threading.enumerate() if t.name == "scute-engine"]
 
 
+def test_it_is_entered_once():
+    async def main():
+        served = AsyncEngine(two())
+        async with served:
+            with pytest.raises(RuntimeError, match="entered once"):
+                await served.__aenter__()
+            assert len(await collect(served.stream(requests(1)[0])))
+        with pytest.raises(RuntimeError, match="entered once"):
+            await served.__aenter__()
+
+    run(main())
+
+
 def test_an_engine_that_fails_tells_every_stream():
     async def main():
         engine = two()
