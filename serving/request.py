@@ -1,6 +1,7 @@
 """What goes into the engine and what comes out of it: plain values, checked where they are made."""
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,9 +9,9 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_FLOAT = sys.float_info.max  # a whole number can be larger
 MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 1e6
-MAX_SCALE = 3e38  # what float32 holds
 
 
 class RequestError(ValueError):
@@ -166,7 +167,7 @@ def _check_scale(request: Request) -> None:
     scale, count = request.scale, len(request.adapter_names)
     numbers = scale if isinstance(scale, list | tuple) else (scale,)
     for n in numbers:
-        if isinstance(n, bool) or not isinstance(n, int | float) or not abs(n) < MAX_SCALE:
+        if isinstance(n, bool) or not isinstance(n, int | float) or not abs(n) <= MAX_FLOAT:
             raise RequestError(f"scale must be a finite number, or a list of them, not {n!r:.50}.")
     if not count and any(n != 1 for n in numbers):
         raise RequestError("scale needs an adapter: the base model has no effect to scale.")

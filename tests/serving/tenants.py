@@ -105,6 +105,14 @@ def check_scores(
         assert error <= bound, f"{completion.adapter}: {error:.1e} of an effect of {effect}"
 
 
+def check_greedy(model: torch.nn.Module, ids: list[int], tokens: list[int]) -> None:
+    """Fails unless each token is the model's most likely one after those before it. That is what
+    greedy decoding gives, token by token, for the cost of one forward pass."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*ids, *tokens]])).logits[0]
+    assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == list(tokens)
+
+
 def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
     """What transformers' own generate continues with, end-of-text tokens or not."""
     tokens = torch.tensor([ids])
