@@ -9,7 +9,7 @@ demo: $(VENV)/run.ok
 	$(BIN)/scute demo
 
 test: $(VENV)/test.ok
-	$(BIN)/pytest -q -n 2 --dist loadfile --durations=10
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # What needs neither torch nor a model: the core, the kernels, and the import of checkpoints.
 test-core: $(VENV)/core.ok

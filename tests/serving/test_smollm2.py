@@ -40,6 +40,7 @@ RECIPES = {
         0.05,
     ),
 }
+PAGE_BYTES = 16 * 2 * 3 * 64 * 4 * 30  # of SmolLM2 in float32
 LONG = (None, "lora", "dora", "ia3", "vera", "oft")
 QUESTIONS = [
     "What is the capital of France?", "Name three primes.", "Write a haiku about rain.",
@@ -75,7 +76,9 @@ def adapters(smollm2_twin, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(smollm2_path, adapters):
-    engine = Engine.from_pretrained(smollm2_path, dtype="float32", max_adapters=len(RECIPES))
+    # On a CPU attention looks at every page there is: those of three long texts will do.
+    options = {"max_adapters": len(RECIPES), "memory": 300 * PAGE_BYTES, "prefill_blocks": (16,)}
+    engine = Engine.from_pretrained(smollm2_path, dtype="float32", **options)
     for name, folder in adapters.items():
         engine.add_adapter(name, folder)
     return engine
